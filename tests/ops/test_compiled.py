@@ -21,6 +21,7 @@ from tinyforge.kernel import COMPILED, override
 from tinyforge.op import Op, Stash
 from tinyforge.ops.attention import attention_fwd, split
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd
+from tinyforge.ops.linear import linear_add_fwd, linear_bwd, linear_fwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_
@@ -64,7 +65,14 @@ def test_the_ops_that_have_compiled_kernels() -> None:
     assert op.fwd.__module__ == "tinyforge.ops.compiled" and backend_of("fp32").compiled is False  # type: ignore[attr-defined]
 
 
+@pytest.fixture(params=["products", "passes"])
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the cases' small weights: compiled too, or NumPy's."""
+    monkeypatch.setattr("tinyforge.ops.compiled.LEAST", 0 if request.param == "products" else 1 << 19)
+
+
 @needs_numba
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_kernels_are_as_exact_as_numpy_s(kind: type[Op]) -> None:
     truth, double = results(kind, backend_of("fp64")), results(kind, backend_of("fp64", "numba"))
@@ -81,6 +89,7 @@ def test_compiled_kernels_are_as_exact_as_numpy_s(kind: type[Op]) -> None:
 
 
 @needs_numba
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_compiled_kernels(kind: type[Op]) -> None:
     rows = check_op(kind, backend_of("fp64", "numba"))
@@ -126,6 +135,21 @@ def test_a_sequence_s_bits_do_not_depend_on_the_others() -> None:
     together, alone = attend(*split(qkv, 4), *how), attend(*split(qkv[3:4], 4), *how)
     for all_of_them, one in zip(together, alone, strict=True):
         assert np.array_equal(all_of_them[3:4], one)
+
+
+@needs_numba
+@pytest.mark.parametrize("adds", [False, True])
+def test_products_of_more_than_one_block(adds: bool) -> None:
+    backend, rng = backend_of("fp64", "numba"), np.random.default_rng(0)
+    x, weight, dy = (rng.normal(size=shape) for shape in ((259, 133), (65, 133), (259, 65)))
+    expected = linear_add_fwd(x, weight, None, dy) if adds else linear_fwd(x, weight, None)
+    found = linear_add_fwd.bind(backend)(x, weight, None, dy) if adds else linear_fwd.bind(backend)(x, weight, None)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+    grads = [np.ones_like(weight) for _ in range(2)]
+    dx = linear_bwd(grads[0], None, dy, x, weight, adds)
+    same = linear_bwd.bind(backend)(grads[1], None, dy, x, weight, adds)
+    np.testing.assert_allclose(same, dx, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(grads[1], grads[0], rtol=0, atol=1e-12)
 
 
 @needs_numba

@@ -99,23 +99,23 @@ def exp_of(real: types.Type) -> Callable[[Any], Any]:
 
 
 def tiles_of(outputs: int, real: types.Type, by_columns: bool) -> Any:
-    """tile(a, stride, b, n, c, add): c[o, l] = sum over j < n of a[o, j] b[j, l], or that is added to c, for
-    o < outputs and the positions l of a panel. b and c have rows of a panel; a has rows, or by_columns columns, that
-    are `stride` apart. A sum is added up from its first term to its last.
+    """tile(a, stride, b, n, c, step, add): c[o, l] = sum over j < n of a[o, j] b[j, l], or that is added to c, for
+    o < outputs and the positions l of a panel. b has rows of a panel, and c rows that are `step` apart; a has rows, or
+    by_columns columns, that are `stride` apart. A sum is added up from its first term to its last.
     """
     panel, size = PANEL_BYTES * 8 // real.bitwidth, (64 if has_wide_vectors() else 32) * 8 // real.bitwidth
 
     @intrinsic
-    def tile(_: Any, a: Any, stride: Any, b: Any, n: Any, c: Any, add: Any) -> Any:
+    def tile(_: Any, a: Any, stride: Any, b: Any, n: Any, c: Any, step: Any, add: Any) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            a, stride, b, n, c, add = args
+            a, stride, b, n, c, step, add = args
             number, index = context.get_value_type(real), n.type
             vector, word = ir.VectorType(number, size), ir.IntType(32)
             multiply_add = fma(builder, vector, real)
             undefined, first = ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(word, size), [0] * size)
 
-            def place(base: Any, row: Any, offset: int) -> Any:
-                at = builder.add(builder.mul(row, index(panel)), index(offset))
+            def place(base: Any, row: Any, step: Any, offset: int) -> Any:
+                at = builder.add(builder.mul(row, step), index(offset))
                 return builder.bitcast(builder.gep(base, [at]), vector.as_pointer())
 
             for part in range(0, panel, 2 * size):
@@ -123,10 +123,10 @@ def tiles_of(outputs: int, real: types.Type, by_columns: bool) -> Any:
                 sums = zeros(builder, vector, pairs)
                 with builder.if_then(add):
                     for (o, v), held in sums.items():
-                        builder.store(builder.load(place(c, index(o), v), align=4), held)
+                        builder.store(builder.load(place(c, index(o), step, v), align=4), held)
                 with cgutils.for_range(builder, n, intp=index) as loop:
                     j = loop.index
-                    right = {v: builder.load(place(b, j, v), align=4) for v in (part, part + size)}
+                    right = {v: builder.load(place(b, j, index(panel), v), align=4) for v in (part, part + size)}
                     for o in range(outputs):
                         if by_columns:
                             at = builder.add(builder.mul(j, stride), index(o))
@@ -138,12 +138,15 @@ def tiles_of(outputs: int, real: types.Type, by_columns: bool) -> Any:
                             held = sums[o, v]
                             builder.store(builder.call(multiply_add, [left, numbers, builder.load(held)]), held)
                 for (o, v), held in sums.items():
-                    builder.store(builder.load(held), place(c, index(o), v), align=4)
+                    builder.store(builder.load(held), place(c, index(o), step, v), align=4)
             return context.get_dummy_value()
 
-        return types.void(a, types.intp, b, types.intp, c, types.boolean), emit
+        return types.void(a, types.intp, b, types.intp, c, types.intp, types.boolean), emit
 
-    return njit(lambda a, stride, b, n, c, add: tile(a, stride, b, n, c, add), inline="never", fastmath=False)
+    def call(a: Any, stride: Any, b: Any, n: Any, c: Any, step: Any, add: Any) -> None:
+        tile(a, stride, b, n, c, step, add)
+
+    return njit(call, inline="never", fastmath=False)
 
 
 def real_of(name: str) -> types.Type:

@@ -69,9 +69,9 @@ def prompts_of(stored: Stored, real: types.Type) -> Any:
             for p in range(panels[0], panels[1]):
                 right, to = at(b, p * n * wide), at(out, (p * outputs + o) * wide)
                 if size == most:
-                    by_rows(left, n + pad, right, n, to, add)
+                    by_rows(left, n + pad, right, n, to, wide, add)
                 else:
-                    one_row(left, n + pad, right, n, to, add)
+                    one_row(left, n + pad, right, n, to, wide, add)
             o += size
 
     @njit(**flags)
@@ -114,7 +114,7 @@ def prompts_of(stored: Stored, real: types.Type) -> Any:
             count = min(KEYS_AT_ONCE, end - begin)
             t = 0
             while t < count:  # up to a tile's end: the cache has room, and what follows a prompt is masked
-                by_columns(at(keys, begin + t), positions, q, size, at(s, t * wide), False)
+                by_columns(at(keys, begin + t), positions, q, size, at(s, t * wide), wide, False)
                 t += most
             masked = begin + count > first + 1
             for t in range(count):
@@ -144,10 +144,10 @@ def prompts_of(stored: Stored, real: types.Type) -> Any:
                     row[i] *= scale[i]
             v, j = at(values, begin * width), 0
             while j + most <= size:
-                by_columns(at(v, j), width, s, count, at(out, j * wide), True)
+                by_columns(at(v, j), width, s, count, at(out, j * wide), wide, True)
                 j += most
             while j < size:
-                one_column(at(v, j), width, s, count, at(out, j * wide), True)
+                one_column(at(v, j), width, s, count, at(out, j * wide), wide, True)
                 j += 1
             begin += count
         for i in range(wide):

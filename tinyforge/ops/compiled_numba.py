@@ -3,6 +3,9 @@
 Only a first use on a machine imports this module; see backends/machine_code.py. All memory is the caller's: kernels
 take contiguous arrays, allocate nothing and raise nothing. A row's, and a sequence's, bits do not depend on the others.
 
+A linear map goes through the tokens in blocks: backward reads a block of the gradient once, for both of its products,
+and SwiGLU or RoPE find a block of the product in the core's cache.
+
 Attention works on panels of queries of one head: a vector register has one number of many queries, so that what is
 done for each query (mask, maximum, sum) needs no shuffles, and all products are those of `tile`: numbers of the left
 factor, each times a vector of queries.
@@ -21,12 +24,166 @@ from tinyforge.backends.instructions import FAST, Ints, Reals, Words, at, exp_of
 from tinyforge.backends.machine_code import PANEL_BYTES, has_wide_vectors
 from tinyforge.ops.attention import HIDDEN
 
+BLOCK = 128
+"""Tokens, and terms of a sum, of a block of a product."""
 LANES = 256
 """Tokens whose softmax over the vocabulary is computed together."""
+inner = njit(fastmath=FAST, error_model="numpy")
 
 
 def kernels_of(real: types.Type) -> list[Callable[..., None]]:
-    return [*rows_of(real), *attention_of(real)]
+    return [*rows_of(real), *maps_of(real), *attention_of(real)]
+
+
+def products_of(real: types.Type) -> Any:
+    """pack and multiply: a right factor is copied into panels of its columns, in which a tile reads a row after the
+    other; a left factor is read where it is."""
+    zero, panel = np.float64(0) if real is types.float64 else np.float32(0), PANEL_BYTES * 8 // real.bitwidth
+    most = 8 if has_wide_vectors() else 6  # outputs of a tile
+    by_rows, one_row = tiles_of(most, real, False), tiles_of(1, real, False)
+    by_columns, one_column = tiles_of(most, real, True), tiles_of(1, real, True)
+
+    @inner
+    def pack(b: Any, stride: Any, turned: Any, n: Any, k: Any, room: Any) -> None:
+        """b: (k, n), or if turned (n, k). Columns beyond n are 0."""
+        for start in range(0, n, panel):
+            wide, to = min(panel, n - start), at(room, start * k)
+            for j in range(0, k, BLOCK):
+                end = min(k, j + BLOCK)
+                if turned:
+                    for i in range(wide):
+                        column = at(b, (start + i) * stride)
+                        for r in range(j, end):
+                            to[r * panel + i] = column[r]
+                else:
+                    for r in range(j, end):
+                        row, here = at(b, r * stride + start), at(to, r * panel)
+                        for i in range(wide):
+                            here[i] = row[i]
+                for i in range(wide, panel):
+                    for r in range(j, end):
+                        to[r * panel + i] = zero
+
+    @inner
+    def copy(x: Any, x_stride: Any, y: Any, y_stride: Any, rows: Any, width: Any) -> None:
+        for r in range(rows):
+            here, to = at(x, r * x_stride), at(y, r * y_stride)
+            for i in range(width):
+                to[i] = here[i]
+
+    @inner
+    def multiply(
+        c: Any, a: Any, stride: Any, turned: Any, packed: Any, rows: Any, n: Any, k: Any, add: Any, room: Any
+    ) -> None:
+        """c, (rows, n), = a b, or that is added. a: (rows, k), or if turned (k, rows). room: for a tile."""
+        for j in range(0, k, BLOCK):
+            depth, adds = min(BLOCK, k - j), add or j > 0
+            for start in range(0, n, panel):
+                wide, right, r = min(panel, n - start), at(packed, start * k + j * panel), 0
+                while r < rows:
+                    count = most if r + most <= rows else 1
+                    into, step = at(c, r * n + start), n
+                    if wide < panel:  # the last panel ends beyond c's rows
+                        copy(into, n, room, panel, count, wide)
+                        into, step = room, panel
+                    if turned:
+                        left = at(a, j * stride + r)
+                        if count == most:
+                            by_columns(left, stride, right, depth, into, step, adds)
+                        else:
+                            one_column(left, stride, right, depth, into, step, adds)
+                    else:
+                        left = at(a, r * stride + j)
+                        if count == most:
+                            by_rows(left, stride, right, depth, into, step, adds)
+                        else:
+                            one_row(left, stride, right, depth, into, step, adds)
+                    if wide < panel:
+                        copy(room, panel, at(c, r * n + start), n, count, wide)
+                    r += count
+
+    return pack, multiply, copy
+
+
+def maps_of(real: types.Type) -> list[Callable[..., None]]:
+    """Linear maps, with what comes before or after them: a block of tokens at a time, which stays in the core's cache.
+
+    room: for the packed factors, each with its last panel filled up, and a tile.
+    """
+    pack, multiply, copy = products_of(real)
+    swiglu_fwd, swiglu_bwd, rope = map(inner, rows_of(real)[:3])
+    panel = PANEL_BYTES * 8 // real.bitwidth
+
+    @inner
+    def filled(n: Any) -> Any:
+        return (n + panel - 1) // panel * panel
+
+    def linear_fwd(
+        y: Reals, x: Reals, weight: Reals, add: Reals, adds: int, tokens: int, inputs: int, outputs: int, room: Reals
+    ) -> None:
+        """add: added to the product if `adds`."""
+        rest = at(room, filled(outputs) * inputs)
+        pack(weight, inputs, True, outputs, inputs, room)
+        for t in range(0, tokens, BLOCK):
+            count, out = min(BLOCK, tokens - t), at(y, t * outputs)
+            if adds:
+                copy(at(add, t * outputs), outputs, out, outputs, count, outputs)
+            multiply(out, at(x, t * inputs), inputs, False, room, count, outputs, inputs, adds != 0, rest)
+
+    def linear_rope_fwd(
+        y: Reals, x: Reals, weight: Reals, cos: Reals, sin: Reals, tokens: int, inputs: int, times: int, heads: int,
+        rotated: int, half: int, room: Reals,
+    ) -> None:  # fmt: skip
+        outputs = 2 * half * heads
+        rest = at(room, filled(outputs) * inputs)
+        pack(weight, inputs, True, outputs, inputs, room)
+        for t in range(0, tokens, BLOCK):
+            count, out = min(BLOCK, tokens - t), at(y, t * outputs)
+            multiply(out, at(x, t * inputs), inputs, False, room, count, outputs, inputs, False, rest)
+            rope(out, cos, sin, t, count, times, heads, rotated, half)
+
+    def linear_swiglu_fwd(
+        gu: Reals, y: Reals, x: Reals, weight: Reals, tokens: int, inputs: int, half: int, room: Reals
+    ) -> None:
+        rest = at(room, filled(2 * half) * inputs)
+        pack(weight, inputs, True, 2 * half, inputs, room)
+        for t in range(0, tokens, BLOCK):
+            count, both = min(BLOCK, tokens - t), at(gu, 2 * t * half)
+            multiply(both, at(x, t * inputs), inputs, False, room, count, 2 * half, inputs, False, rest)
+            swiglu_fwd(at(y, t * half), both, count, half)
+
+    def linear_bwd(
+        dx: Reals, dweight: Reals, dy: Reals, x: Reals, weight: Reals, adds: int, learns: int, tokens: int,
+        inputs: int, outputs: int, room: Reals,
+    ) -> None:  # fmt: skip
+        """adds: to dx, instead of writing it. learns: add to dweight."""
+        packed = at(room, filled(inputs) * outputs)
+        rest = at(packed, filled(inputs) * BLOCK)
+        pack(weight, inputs, False, inputs, outputs, room)
+        for t in range(0, tokens, BLOCK):
+            count, d = min(BLOCK, tokens - t), at(dy, t * outputs)
+            multiply(at(dx, t * inputs), d, outputs, False, room, count, inputs, outputs, adds != 0, rest)
+            if learns:
+                pack(at(x, t * inputs), inputs, False, inputs, count, packed)
+                multiply(dweight, d, outputs, True, packed, outputs, inputs, count, True, rest)
+
+    def swiglu_linear_bwd(
+        dgu: Reals, dweight: Reals, dy: Reals, gu: Reals, weight: Reals, learns: int, tokens: int, half: int,
+        outputs: int, room: Reals,
+    ) -> None:  # fmt: skip
+        packed = at(room, filled(half) * outputs)
+        hidden = at(packed, filled(half) * BLOCK)
+        rest = at(hidden, half * BLOCK)
+        pack(weight, half, False, half, outputs, room)
+        for t in range(0, tokens, BLOCK):
+            count, d = min(BLOCK, tokens - t), at(dy, t * outputs)
+            multiply(hidden, d, outputs, False, room, count, half, outputs, False, rest)  # dh, which becomes h
+            swiglu_bwd(at(dgu, 2 * t * half), hidden, at(gu, 2 * t * half), count, half)
+            if learns:
+                pack(hidden, half, False, half, count, packed)
+                multiply(dweight, d, outputs, True, packed, outputs, half, count, True, rest)
+
+    return [linear_fwd, linear_rope_fwd, linear_swiglu_fwd, linear_bwd, swiglu_linear_bwd]
 
 
 def _largest(x: Any, stride: Any, rows: Any, lanes: Any, top: Any) -> None:
@@ -50,7 +207,7 @@ def rows_of(real: types.Type) -> list[Callable[..., None]]:
     """The kernels that work on rows."""
     scalar = np.float64 if real is types.float64 else np.float32
     zero, one, exp = scalar(0), scalar(1), exp_of(real)
-    largest = njit(fastmath=FAST, error_model="numpy")(_largest)
+    largest = inner(_largest)
 
     def swiglu_fwd(y: Reals, gu: Reals, rows: int, half: int) -> None:
         for r in range(rows):
@@ -96,11 +253,14 @@ def rows_of(real: types.Type) -> list[Callable[..., None]]:
                 found = (d[i] * gain[i] - here[i] * inverse[i] * mean) * rstd[r]
                 out[i] = found + more[i] if adds else found
 
-    def rope(x: Reals, cos: Reals, sin: Reals, rows: int, times: int, heads: int, rotated: int, half: int) -> None:
-        """In place. x: (rows, heads, 2 half); cos, sin: (times, half), of rows 0 to times - 1, and of every `times`
-        rows after them."""
+    def rope(
+        x: Reals, cos: Reals, sin: Reals, start: int, rows: int, times: int, heads: int, rotated: int, half: int
+    ) -> None:
+        """In place. x: (rows, heads, 2 half), of which the first has the number `start`; cos, sin: (times, half), of
+        rows 0 to times - 1, and of every `times` rows after them."""
         for r in range(rows):
-            c, s = at(cos, r % times * half), at(sin, r % times * half)
+            time = (start + r) % times * half
+            c, s = at(cos, time), at(sin, time)
             for h in range(rotated):
                 left = at(x, (r * heads + h) * 2 * half)
                 right = at(left, half)
@@ -146,7 +306,7 @@ def rows_of(real: types.Type) -> list[Callable[..., None]]:
             for i in range(width):
                 row[i] += d[i]
 
-    return [swiglu_fwd, swiglu_bwd, rmsnorm_fwd, rmsnorm_bwd, rope, softmax_residual, embedding_bwd]
+    return [swiglu_fwd, swiglu_bwd, rope, rmsnorm_fwd, rmsnorm_bwd, softmax_residual, embedding_bwd]
 
 
 def attention_of(real: types.Type) -> list[Callable[..., None]]:
@@ -154,43 +314,15 @@ def attention_of(real: types.Type) -> list[Callable[..., None]]:
     zero, one, exp, hidden = scalar(0), scalar(1), exp_of(real), scalar(HIDDEN)
     gone = scalar(-700 if real is types.float64 else -87)  # what lies below is 0 after exp, which stops falling there
     panel = PANEL_BYTES * 8 // real.bitwidth  # queries
-    most = 8 if has_wide_vectors() else 6  # outputs of a tile
-    by_rows, one_row = tiles_of(most, real, False), tiles_of(1, real, False)
-    by_columns, one_column = tiles_of(most, real, True), tiles_of(1, real, True)
-    inner = njit(fastmath=FAST, error_model="numpy")
+    pack, multiply, _ = products_of(real)
     largest = inner(_largest)
 
     @inner
-    def rows_product(a: Any, stride: Any, b: Any, n: Any, c: Any, rows: Any, add: Any) -> None:
-        """c, rows of a panel, = a b, or that is added; a: (rows, n), b: n rows of a panel."""
-        r = 0
-        while r + most <= rows:
-            by_rows(at(a, r * stride), stride, b, n, at(c, r * panel), add)
-            r += most
-        while r < rows:
-            one_row(at(a, r * stride), stride, b, n, at(c, r * panel), add)
-            r += 1
-
-    @inner
-    def columns_product(a: Any, stride: Any, b: Any, n: Any, c: Any, columns: Any) -> None:
-        """c, `columns` rows of a panel, = a^T b; a: (n, columns), b: n rows of a panel."""
-        r = 0
-        while r + most <= columns:
-            by_columns(at(a, r), stride, b, n, at(c, r * panel), False)
-            r += most
-        while r < columns:
-            one_column(at(a, r), stride, b, n, at(c, r * panel), False)
-            r += 1
-
-    @inner
     def turn_in(x: Any, stride: Any, count: Any, dim: Any, scale: Any, out: Any) -> None:
-        """out, (dim, panel), = scale x^T; x: (count, dim). What lies beyond `count` is 0."""
-        for i in range(panel):
-            row, there = at(x, i * stride), dim if i < count else 0
-            for d in range(there):
-                out[d * panel + i] = row[d] * scale
-            for d in range(there, dim):
-                out[d * panel + i] = zero
+        """out, (dim, panel), = scale x^T; x: (count, dim)."""
+        pack(x, stride, True, count, dim, out)
+        for i in range(dim * panel):
+            out[i] *= scale
 
     @inner
     def turn_out(x: Any, count: Any, dim: Any, scale: Any, out: Any, stride: Any) -> None:
@@ -199,18 +331,6 @@ def attention_of(real: types.Type) -> list[Callable[..., None]]:
             row = at(x, d * panel)
             for i in range(count):
                 out[i * stride + d] = row[i] * scale[i]
-
-    @inner
-    def copy_rows(x: Any, stride: Any, count: Any, dim: Any, scale: Any, out: Any) -> None:
-        """out, for each panel of x's columns its rows, = scale x; x: (count, dim). What lies beyond is 0."""
-        for start in range(0, dim, panel):
-            wide = min(panel, dim - start)
-            for i in range(panel):
-                row, there = at(out, (start + i) * panel), wide if i < count else 0
-                for d in range(there):
-                    row[d] = x[i * stride + start + d] * scale
-                for d in range(there, panel):
-                    row[d] = zero
 
     @inner
     def bounds(low: Any, high: Any) -> Any:
@@ -253,7 +373,7 @@ def attention_of(real: types.Type) -> list[Callable[..., None]]:
                     first, n = seen[0], seen[3] - seen[0]
                     query = at(q, b * strides[0] + t * strides[1] + h * strides[2])
                     turn_in(query, strides[1], count, dim, scale, turned)
-                    rows_product(at(keys, first * strides[4]), strides[4], turned, dim, s, n, False)
+                    multiply(s, at(keys, first * strides[4]), strides[4], False, turned, n, panel, dim, False, s)
                     hide(s, lows, highs, seen)
                     largest(s, panel, n, panel, top)
                     for i in range(panel):
@@ -264,7 +384,7 @@ def attention_of(real: types.Type) -> list[Callable[..., None]]:
                             x = row[i] - top[i]
                             row[i] = zero if x < gone else exp(x)
                             total[i] += row[i]
-                    columns_product(at(values, first * strides[7]), strides[7], s, n, turned, dim)
+                    multiply(turned, at(values, first * strides[7]), strides[7], True, s, dim, panel, n, False, s)
                     for i in range(count):
                         lse[(b * heads + h) * queries + t + i] = math.log(total[i]) + top[i]
                     for i in range(panel):
@@ -309,8 +429,8 @@ def attention_of(real: types.Type) -> list[Callable[..., None]]:
                         grad, result = at(dy, place), at(out, place)
                         turn_in(query, strides[1], count, dim, scale, turned)
                         turn_in(grad, heads * dim, count, dim, one, turned_dy)
-                        copy_rows(query, strides[1], count, dim, scale, rows)
-                        copy_rows(grad, heads * dim, count, dim, one, rows_dy)
+                        pack(query, strides[1], False, dim, count, rows)
+                        pack(grad, heads * dim, False, dim, count, rows_dy)
                         for i in range(panel):
                             delta[i], sums[i] = zero, zero
                         for i in range(count):
@@ -318,8 +438,10 @@ def attention_of(real: types.Type) -> list[Callable[..., None]]:
                             for d in range(dim):
                                 total += grad[i * heads * dim + d] * result[i * heads * dim + d]
                             delta[i], sums[i] = total, lse[(b * heads + h) * queries + t + i]
-                        rows_product(at(keys, first * strides[4]), strides[4], turned, dim, s, n, False)
-                        rows_product(at(values, first * strides[7]), strides[7], turned_dy, dim, ds, n, False)
+                        multiply(s, at(keys, first * strides[4]), strides[4], False, turned, n, panel, dim, False, s)
+                        multiply(
+                            ds, at(values, first * strides[7]), strides[7], False, turned_dy, n, panel, dim, False, s
+                        )
                         hide(s, lows, highs, seen)
                         for i in range(panel):
                             part[i] = zero if coarse else one
@@ -337,19 +459,19 @@ def attention_of(real: types.Type) -> list[Callable[..., None]]:
                                 x = row[i] - sums[i]
                                 row[i] = zero if x < gone else exp(x) * part[i]
                                 drow[i] = row[i] * (drow[i] - delta[i])
-                        columns_product(at(keys, first * strides[4]), strides[4], ds, n, turned_dq, dim)
+                        multiply(turned_dq, at(keys, first * strides[4]), strides[4], True, ds, dim, panel, n, False, s)
                         into = at(dq, b * strides[9] + t * strides[10] + h * strides[11])
                         turn_out(turned_dq, count, dim, scales, into, strides[10])
                         for c in range(0, wide, panel):
                             place = c * queries + first * panel
-                            rows_product(ds, panel, at(rows, c * panel), count, at(of_k, place), n, True)
-                            rows_product(s, panel, at(rows_dy, c * panel), count, at(of_v, place), n, True)
+                            multiply(at(of_k, place), ds, panel, False, at(rows, c * count), n, panel, count, True, s)
+                            multiply(at(of_v, place), s, panel, False, at(rows_dy, c * count), n, panel, count, True, s)
                 for c in range(0, wide, panel):
                     for j in range(queries):
                         to_k = at(dk, b * strides[12] + j * strides[13] + of_kv * strides[14] + c)
                         to_v = at(dv, b * strides[15] + j * strides[16] + of_kv * strides[17] + c)
                         row_k, row_v = at(of_k, c * queries + j * panel), at(of_v, c * queries + j * panel)
                         for d in range(min(panel, dim - c)):
-                            to_k[d], to_v[d] = row_k[d], row_v[d]
+                            to_k[d], to_v[d] = row_k[d] * scale, row_v[d]
 
     return [attention_fwd, attention_bwd]

@@ -37,7 +37,8 @@ def choose_kernels(backend: Backend, asked: str) -> str:
             print(f"note: training with NumPy's kernels: {reason}", file=sys.stderr)
         else:
             if (seconds := time.perf_counter() - start) > NOTABLE:
-                print(f"compiled the CPU's kernels in {seconds:.0f} s; they are kept for later runs")
+                text = f"compiled the CPU's kernels in {seconds:.0f} s; they are kept for later runs"
+                print(text, file=sys.stderr)  # a benchmark's JSON goes to stdout
     if reason and asked == "numba":
         raise UserError(
             f"--cpu-kernels numba: {reason}; or use --cpu-kernels numpy, whose results differ in their last bits"
