@@ -34,7 +34,8 @@ def choose_kernels(backend: Backend, asked: str) -> str:
                 import_module(f"{package}.compiled").library.load(np.dtype(backend.dtype).name)
         except Exception as error:  # numba's and LLVM's own, for a NumPy or a CPU that they do not know
             reason = f"numba fails: {str(error).strip().splitlines()[0]}"
-            print(f"note: training with NumPy's kernels: {reason}", file=sys.stderr)
+            if asked == "auto":
+                print(f"note: training with NumPy's kernels: {reason}", file=sys.stderr)
         else:
             if (seconds := time.perf_counter() - start) > NOTABLE:
                 text = f"compiled the CPU's kernels in {seconds:.0f} s; they are kept for later runs"
