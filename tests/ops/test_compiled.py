@@ -207,7 +207,9 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @needs_numba
-def test_a_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_is_compiled_once_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = """
 from __future__ import annotations
 from tinyforge.backends.instructions import Reals
@@ -226,5 +228,6 @@ def kernels_of(real):
     for _ in range(2):
         machine_code.Library("twice_numba").twice(x, 2)
         monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"{name} is compiled again"))
+    assert capsys.readouterr().err.count("compiling twice_numba for float64, which later runs find on disk") == 1
     assert x.tolist() == [0, 4, 2] and len(list((tmp_path / "cache").rglob("twice_numba-float64-*.o"))) == 1
     sys.modules.pop("twice_numba", None)

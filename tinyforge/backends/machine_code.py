@@ -158,6 +158,8 @@ class Library:
         def build() -> bytes:
             from tinyforge.backends.instructions import emit, real_of
 
+            note = f"compiling {self.module} for {real}, which later runs find on disk; this can take 15 s"
+            print(note, file=sys.stderr, flush=True)  # a benchmark's JSON goes to stdout
             code: bytes = emit(importlib.import_module(self.module).kernels_of(real_of(real)), real_of(real))
             return code
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from importlib import import_module
 
 import numpy as np
@@ -14,7 +13,6 @@ from tinyforge.errors import UserError
 
 CHOICES = "auto", "numba", "numpy"
 PACKAGES = "tinyforge.ops", "tinyforge.optim"
-NOTABLE = 1.0  # seconds of compiling that are printed
 
 
 def choose_kernels(backend: Backend, asked: str) -> str:
@@ -28,7 +26,6 @@ def choose_kernels(backend: Backend, asked: str) -> str:
         return asked
     reason = missing() or ("" if asked == "numba" or backend.precision.name == "fp32" else "fp32 alone is compiled")
     if not reason:
-        start = time.perf_counter()
         try:
             for package in PACKAGES:
                 import_module(f"{package}.compiled").library.load(np.dtype(backend.dtype).name)
@@ -36,10 +33,6 @@ def choose_kernels(backend: Backend, asked: str) -> str:
             reason = f"numba fails: {str(error).strip().splitlines()[0]}"
             if asked == "auto":
                 print(f"note: training with NumPy's kernels: {reason}", file=sys.stderr)
-        else:
-            if (seconds := time.perf_counter() - start) > NOTABLE:
-                text = f"compiled the CPU's kernels in {seconds:.0f} s; they are kept for later runs"
-                print(text, file=sys.stderr)  # a benchmark's JSON goes to stdout
     if reason and asked == "numba":
         raise UserError(
             f"--cpu-kernels numba: {reason}; or use --cpu-kernels numpy, whose results differ in their last bits"
