@@ -328,7 +328,7 @@ def test_pairs_of_own_replies(folder: Path, capsys: pytest.CaptureFixture[str]) 
 def test_there_is_nothing_to_learn_where_all_is_well_formed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(evaluate, "reply_to", lambda _, prompts, *__: [([70, 71], True) for _ in prompts])
+    monkeypatch.setattr(evaluate, "reply_to", lambda _, prompts, *_a, **_k: [([70, 71], True) for _ in prompts])
     assert own_pairs.main("--base tuned --data sums.json --max-tokens 4 --out none.json --backend numpy".split()) == 0
     assert "records, 0 not well-formed: nothing to learn from, none.json is not written" in capsys.readouterr().out
     assert not Path("none.json").exists()
@@ -344,7 +344,9 @@ def test_pairs_of_stories(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     drawn, seeds = [0, 1, 2, 0, 1, 1, 1, 2, 2, 0, 0, 0], list[int]()
     tokenizer = load(Path("tuned"), CPU).tokenizer
 
-    def replies(_: Any, prompts: list[list[int]], sampling: Sampling, *__: Any) -> list[tuple[list[int], bool]]:
+    def replies(
+        _: Any, prompts: list[list[int]], sampling: Sampling, *__: Any, what: str
+    ) -> list[tuple[list[int], bool]]:
         seeds.append(sampling.seed)
         return [(tokenizer.encode(texts[i]), n != 5) for n, i in zip(range(len(prompts)), drawn, strict=True)]
 
@@ -371,7 +373,7 @@ def test_records_of_its_own_stories(
     texts = [f" {story}", "A cat is here now and it is red.", story, "Max ran. " * 3, story]
     tokenizer = load(Path("tuned"), CPU).tokenizer
 
-    def replies(_: Any, prompts: list[list[int]], *__: Any) -> list[tuple[list[int], bool]]:
+    def replies(_: Any, prompts: list[list[int]], *__: Any, what: str) -> list[tuple[list[int], bool]]:
         assert len(prompts) == 5
         return [(tokenizer.encode(text), n != 2) for n, text in enumerate(texts)]
 
