@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import chain
@@ -226,7 +226,10 @@ def read_bytes(path: str | Path, what: str, max_bytes: int = MOST_BYTES) -> byte
 
 def read_text(path: str | Path, what: str) -> str:
     """The text of a UTF-8 file, line ends unchanged. Raises UserError as `read_bytes`, and if it is not UTF-8."""
-    return _decode(read_bytes(path, what), path, what)
+    try:
+        return read_bytes(path, what).decode()
+    except UnicodeDecodeError as error:
+        raise _not_text(path, what, error) from error
 
 
 def read_json(
@@ -258,9 +261,11 @@ def parse_json(
     """As `read_json`, for the bytes of a file that has been read; `path` is for the error. can_be_written: refuse lone
     surrogates, which JSON can spell as escapes but UTF-8 cannot encode."""
     try:
-        content = json_value(_decode(data, path, what), digits)
+        content = json_value(data, digits)
         if can_be_written:
             _check_characters(content)
+    except UnicodeDecodeError as error:
+        raise _not_text(path, what, error) from error
     except ValueError as error:
         cause = str(error)
     else:
@@ -277,12 +282,12 @@ def json_value(text: str | bytes, digits: int = MOST_DIGITS) -> Any:
     RecursionError or seconds spent in `int`. Raises it for text that is not UTF-8 or not JSON, is nested deeper than
     MOST_DEPTH, or holds a whole number of more than `digits` digits.
     """
-    if isinstance(text, bytes):
-        text = text.decode()
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    text = text.decode() if isinstance(text, bytes) else text
     start = _BLANKS.match(text, text.startswith("\ufeff")).end()  # type: ignore[union-attr]  # it matches "" too
     try:
         # Python's own reading of numbers is much faster, and safe where no number can be long.
-        value, end = next_json_value(text, start, digits if _has_long_number(text) else 0)
+        value, end = next_json_value(text, start, digits if _has_long_number(data) else 0)
         if (rest := _BLANKS.match(text, end).end()) < len(text):  # type: ignore[union-attr]
             raise json.JSONDecodeError("Extra data", text, rest)
     except json.JSONDecodeError as error:
@@ -297,19 +302,15 @@ def next_json_value(text: str, start: int, digits: int = MOST_DIGITS) -> tuple[A
         value, end = _decoder(digits).raw_decode(text, start)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    level = [value] if type(value) in (dict, list) else []
-    for _ in range(MOST_DEPTH):
-        within = chain.from_iterable(map(_with_inner, level))
-        level = [inner for inner in within if type(inner) in (dict, list)]
-        if not level:
+    values: list[Any] = [value]
+    for _ in range(MOST_DEPTH + 1):
+        # A published vocabulary has half a million lists of two texts: no loop of Python's over the texts.
+        if {dict, list}.isdisjoint(map(type, values)):
             return value, end
+        lists = [inner for inner in values if type(inner) is list]
+        objects = [inner.values() for inner in values if type(inner) is dict]
+        values = list(chain.from_iterable(chain(lists, objects)))
     raise ValueError("it is nested too deeply")
-
-
-def _with_inner(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    """The values in an object or a list; none of a long one that holds no other."""
-    values = outer.values() if type(outer) is dict else outer
-    return () if len(outer) > 99 and {dict, list}.isdisjoint(map(type, values)) else values
 
 
 def _check_characters(content: Any) -> None:
@@ -325,11 +326,8 @@ def shown(value: object, most: int = 60) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def _decode(data: bytes, path: str | Path, what: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read {what} {path}: it is not UTF-8 at byte {error.start}; check the path") from error
+def _not_text(path: str | Path, what: str, error: UnicodeDecodeError) -> UserError:
+    return UserError(f"cannot read {what} {path}: it is not UTF-8 at byte {error.start}; check the path")
 
 
 @cache
@@ -346,9 +344,9 @@ def _decoder(most: int) -> json.JSONDecoder:
     return json.JSONDecoder(parse_int=to_int)
 
 
-def _has_long_number(text: str) -> bool:
+def _has_long_number(data: bytes) -> bool:
     """Whether more than MOST_DIGITS digits follow each other anywhere."""
-    return b"0" * (MOST_DIGITS + 1) in text.encode("utf-8", "surrogatepass").translate(_DIGITS)
+    return b"0" * (MOST_DIGITS + 1) in data.translate(_DIGITS)
 
 
 _DIGITS = bytes.maketrans(b"123456789", b"000000000")
