@@ -765,8 +765,11 @@ def unspell_all(spelt: Sequence[str]) -> list[bytes | None]:
     found = table[np.minimum(codes, len(table) - 1)]
     stops = np.cumsum(np.fromiter(map(len, spelt), np.int64, len(spelt)))
     damaged = set(np.searchsorted(stops, np.flatnonzero(found == 256), "right").tolist())
-    data, edges = found.astype(np.uint8).tobytes(), [0, *stops.tolist()]
-    return [None if id in damaged else data[a:b] for id, (a, b) in enumerate(pairwise(edges))]
+    ends = stops.tolist()
+    read: list[bytes | None] = list(map(found.astype(np.uint8).tobytes().__getitem__, map(slice, [0, *ends], ends)))
+    for id in damaged:
+        read[id] = None
+    return read
 
 
 def byte_order_of(byte_ids: Sequence[int | None]) -> str | None:

@@ -455,8 +455,12 @@ class _Reader:
         order = byte_order_of([merges.ids.get(SPELLING[byte]) for byte in range(256)]) if plain else None
         if order and (in_order := self._in_order(merges, order, pattern)):
             return in_order
-        tokens = unspell_all(["" if id in added else text for id, text in enumerate(self.spelt)])
-        if (damaged := next((id for id, token in enumerate(tokens) if token is None), None)) is not None:
+        spelt = list(self.spelt)
+        for id in added:
+            spelt[id] = ""
+        tokens = unspell_all(spelt)
+        if None in tokens:
+            damaged = tokens.index(None)
             raise UserError(
                 f"token {damaged}: got {self.spelt[damaged]!r:.80}, which does not spell bytes, expected bytes as "
                 f"visible characters, or an added token; {GET_AGAIN}"
