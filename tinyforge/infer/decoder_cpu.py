@@ -10,12 +10,13 @@ from typing import Self
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.infer.cache import FIRST_POSITIONS
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import Decoder
 
 TILE = 16
 """Keys and values are taken in multiples of this: BLAS's inner loop, without a remainder."""
+FIRST_POSITIONS = 128
+"""Positions of the first cache: the key of one position touches all its pages."""
 
 
 class CPUDecoder(Decoder):

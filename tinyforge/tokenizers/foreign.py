@@ -64,7 +64,8 @@ class Foreign(Vocabulary):
         super().__init__(tokens, specials, None, user_defined)
         ordinary = self._reader.get_vocab(with_added_tokens=False)
         listed = {**specials, **user_defined}  # which may be pieces too, whose bytes are not those of their text
-        self._vocab.update((id, self._bytes(text, added)) for text, id in listed.items() if text in ordinary)
+        for text in listed.keys() & ordinary:
+            self._vocab[listed[text]] = self._bytes(text, added)
         first = self._reader.encode("").ids
         self.bos = first[0] if first and first[0] in specials.values() else None
 

@@ -91,15 +91,15 @@ class Vocabulary:
         self.id_dtype = np.dtype(np.uint16 if self._size <= 1 << 16 else np.uint32)
 
     @cached_property
-    def _vocab(self) -> dict[int, bytes]:
-        """A dict, not a list: a negative id must be an error, not an index from the end."""
-        found = dict(enumerate(self._tokens() if callable(self._tokens) else self._tokens))
-        found.update((id, to_utf8(text)) for text, id in self.specials.items())
+    def _vocab(self) -> list[bytes]:
+        found = list(self._tokens() if callable(self._tokens) else self._tokens)
+        for text, id in self.specials.items():
+            found[id] = to_utf8(text)
         return found
 
     @cached_property
     def byte_lengths(self) -> npt.NDArray[np.int64]:
-        found = np.fromiter(map(len, self._vocab.values()), np.int64, self._size)
+        found = np.fromiter(map(len, self._vocab), np.int64, self._size)
         found[list(self.specials.values())] = 0
         return found
 
@@ -160,15 +160,14 @@ class Vocabulary:
 
     def token_bytes(self, id: int) -> bytes:
         """Bytes of one token. Raises UserError for an unknown id."""
-        try:
+        if 0 <= id < self.vocab_size:
             return self._vocab[id]
-        except KeyError:
-            if self.vocab_size <= id < len(self.byte_lengths):
-                return b""
-            raise UserError(
-                f"token id {id} is not in the vocabulary: expected 0..{self.vocab_size - 1}; "
-                "use the tokenizer that the ids were made with"
-            ) from None
+        if self.vocab_size <= id < len(self.byte_lengths):
+            return b""
+        raise UserError(
+            f"token id {id} is not in the vocabulary: expected 0..{self.vocab_size - 1}; "
+            "use the tokenizer that the ids were made with"
+        )
 
     # --- on disk
 
