@@ -16,6 +16,7 @@ from bench import attention, decode, ops, prefill, ranks, scan, tokenizer, train
 RESULTS = Path(__file__).parents[2] / "docs/results"
 TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu-train-16x128": train_step.table,
+    "cpu-train-16x128-avx2": train_step.table,
     "cpu-train-16x128-intel": train_step.table,
     "gpu-train-16x1024": train_step.table,
     "cpu-decode-small": decode.table,
