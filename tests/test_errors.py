@@ -104,12 +104,15 @@ def test_memory_that_runs_out_is_one_line_with_the_way_out(capsys: pytest.Captur
     [
         (["--steps", "many"], "argument --steps: invalid int value: 'many'; see a.py --help"),
         ([], "the following arguments are required: --steps; see a.py --help"),
-        (["--steps", "1", "--stop\nnow"], "unrecognized arguments: --stop now; see a.py --help"),
+        (["--steps", "1", "--stop\nnow"], "unrecognized arguments: --stop now; did you mean --steps? See a.py --help"),
+        (["--steps", "1", "--zero=1"], "unrecognized arguments: --zero=1; see a.py --help"),
+        (["--steps", "1", "my", "run"], "unrecognized arguments: my run; did you mean --base my? See a.py --help"),
     ],
 )
 def test_wrong_flags_are_a_user_error(argv: list[str], message: str) -> None:
     parser = Parser(prog="a.py")
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--base")
     with pytest.raises(UserError) as caught:
         parser.parse_args(argv)
     assert str(caught.value) == message

@@ -8,6 +8,7 @@ through `run_command`, which prints that line and exits with status 2. A bug sti
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import math
 import os
@@ -111,7 +112,14 @@ class Parser(argparse.ArgumentParser):
         return new + equals + value
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{' '.join(message.split())}; see {self.prog} --help")
+        words, near = message.split(), []
+        if words[:2] == ["unrecognized", "arguments:"]:
+            flags, first = self._option_string_actions, words[2]
+            near = [f"{flag} {first}" for flag in ("--checkpoint", "--base", "--data") if flag in flags]
+            if first.startswith("-"):
+                near = difflib.get_close_matches(first.partition("=")[0], flags, 1)
+        hint = f"did you mean {' or '.join(near)}? See" if near else "see"
+        raise UserError(f"{' '.join(words)}; {hint} {self.prog} --help")
 
 
 class TextParser(Parser):

@@ -191,7 +191,7 @@ def test_an_out_that_cannot_be_written(here: None, capsys: pytest.CaptureFixture
         (
             [SLOW, "wrong: --stesp 3"],
             "--steps 4",
-            "--arm wrong: unrecognized arguments: --stesp 3; see recipes/pretrain.py --help",
+            "--arm wrong: unrecognized arguments: --stesp 3; did you mean --steps? See recipes/pretrain.py --help",
         ),
         (
             [SLOW, "wrong: --data don't.txt"],
