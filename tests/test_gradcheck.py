@@ -26,6 +26,7 @@ from tinyforge.contract import ContractError, violations
 from tinyforge.errors import UserError
 from tinyforge.gradcheck import TOLERANCE, check, check_op, directional_error, examine
 from tinyforge.kernel import Array, Kernel, override
+from tinyforge.model import Model
 from tinyforge.models.bert import BERT
 from tinyforge.models.char_mlp.model import CharMLP
 from tinyforge.models.gpt2 import GPT2
@@ -117,8 +118,10 @@ def measured_worst(kind: type[Op]) -> float:
 
 @pytest.mark.parametrize("kind", LEDGER, ids=lambda kind: kind.__name__)
 def test_every_gradient_is_right(kind: type[Op]) -> None:
-    rows = check_op(kind, FP64)
-    assert [row for row in rows if not row.error <= TOLERANCE] == []
+    """A whole model along one direction: along three its ops are here, and it is in the ledger of all."""
+    ledger = examine(kind, FP64, directions=1 if issubclass(kind, Model) else gradcheck.DIRECTIONS)
+    rows = ledger.rows
+    assert [row for row in rows if not row.error <= TOLERANCE] == ledger.refused == []
     op, inputs = next(kind.cases(FP64, np.random.default_rng(0)))
     floats = {f"input {i}" for i, x in enumerate(inputs) if x.dtype.kind == "f"}
     assert floats | {p.name for p in op.params() if not p.frozen} <= {row.name for row in rows}  # nothing is left out
@@ -1428,7 +1431,7 @@ LAST_LINE = re.compile(r"worst relative error (\d\.\de[+-]\d\d) over (\d+) ops?,
     "modules",
     [
         pytest.param([], id="all", marks=pytest.mark.slow),
-        pytest.param(["tinyforge.ops.linear", "tinyforge.ops.swiglu", "models.nanoeuler.model"], id="three"),
+        pytest.param(["tinyforge.ops.linear", "tinyforge.ops.swiglu", "models.char_mlp.model"], id="three"),
     ],
 )
 def test_the_command_prints_the_ledger_and_writes_json(
@@ -1450,8 +1453,8 @@ def test_the_command_prints_the_ledger_and_writes_json(
     assert len(ledger["rows"]) == len(lines) - 2 - in_fp8  # a heading and the last line
     for row, line in zip(ledger["rows"], lines[1:], strict=False):
         assert line.split()[0] == row["op"] and row["name"] in line
-    whole_model = {row["name"] for row in ledger["rows"] if row["op"] == "NanoEuler"}
-    assert {"embedding.weight", "blocks.0.qkv.weight", "final_norm.weight", "heads.weight"} <= whole_model
+    whole_model = {row["name"] for row in ledger["rows"] if row["op"] == "CharMLP"}
+    assert {"embedding", "inner", "norm.gain", "norm.bias", "outer"} <= whole_model
 
 
 def test_the_command_fails_on_a_fault_and_marks_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tinyforge import gradcheck
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import MetaBackend
 from tinyforge.data.world import documents
@@ -135,7 +136,8 @@ class Unweighted(WithTerms):
 
 
 @pytest.mark.parametrize("fault", [WholeShare, Unweighted])
-def test_a_wrong_gradient_of_a_term_is_found(fault: type[WithTerms]) -> None:
+def test_a_wrong_gradient_of_a_term_is_found(fault: type[WithTerms], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradcheck, "DIRECTIONS", 1)
     assert worst_error(fault(NextTokens(TINY.head_weights), TINY.term_weights)) > 1e-3
 
 
