@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,14 @@ def test_arguments_must_be_those_of_the_body() -> None:
     right = add.on("meta")(lambda x, y, scale=1.0, *, backend: (x, backend.name))
     assert add.bind(Elsewhere("meta"))(1, 2) == (1, "meta")
     assert right(5, 0, backend=Elsewhere("numpy")) == (5, "numpy")  # registering gives the plain function back
+
+
+def test_a_script_s_kernel_has_no_compiled_neighbour() -> None:
+    def double(x: Array) -> Array:
+        return x * 2
+
+    double.__module__ = "__main__"
+    assert kernel(double).bind(SimpleNamespace(name="numpy", compiled=True))(2) == 4
 
 
 def test_on_meta_a_function_may_name_only_what_it_reads() -> None:

@@ -161,6 +161,8 @@ class Kernel(Generic[P, R]):
         if backend in self._implementations or backend not in (*_NEIGHBOURS, COMPILED):
             return
         package, _, _ = self.body.__module__.rpartition(".")
+        if backend == COMPILED and not package:  # of a script
+            return
         module = f"{package}.compiled" if backend == COMPILED else self.body.__module__ + _NEIGHBOURS[backend]
         if importlib.util.find_spec(module) is not None:
             importlib.import_module(module)
