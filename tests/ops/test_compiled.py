@@ -23,6 +23,7 @@ from tinyforge.ops.attention import attention_fwd, split
 from tinyforge.ops.cross_entropy import linear_cross_entropy_fwd
 from tinyforge.ops.linear import linear_add_fwd, linear_bwd, linear_fwd
 from tinyforge.ops.rmsnorm import rmsnorm_bwd
+from tinyforge.ops.rope import rope
 from tinyforge.optim import AdamWConfig
 from tinyforge.optim.adamw import adamw_
 from tinyforge.rng import Stream
@@ -135,6 +136,16 @@ def test_a_sequence_s_bits_do_not_depend_on_the_others() -> None:
     together, alone = attend(*split(qkv, 4), *how), attend(*split(qkv[3:4], 4), *how)
     for all_of_them, one in zip(together, alone, strict=True):
         assert np.array_equal(all_of_them[3:4], one)
+
+
+@needs_numba
+def test_rope_in_place_turns_only_the_heads_it_is_given() -> None:
+    qkv, angles = np.random.default_rng(0).normal(size=(2, 3, 5, 4)), np.arange(6.0).reshape(3, 2)
+    same = qkv.copy()
+    for turn, array in ((rope, qkv), (rope.bind(backend_of("fp64", "numba")), same)):
+        heads = array[:, :, 1:4]
+        assert turn(heads, heads, np.cos(angles), np.sin(angles), 2) is heads
+    np.testing.assert_allclose(same, qkv, rtol=0, atol=1e-12)
 
 
 @needs_numba

@@ -170,6 +170,9 @@ def rmsnorm_backward(
 
 @rope.on("numba")
 def rotate(out: Array | None, x: Array, cos: Array, sin: Array, rotated: int) -> Array:
+    if out is not None and not out.flags.c_contiguous:
+        out[...] = rotate(None, x, cos, sin, rotated)
+        return out
     y = x.copy() if out is None else out
     if y is not x:
         y[...] = x
