@@ -24,7 +24,7 @@ from tinyforge.backends.compile import INSTALL
 from tinyforge.backends.machine_code import missing
 from tinyforge.backends.numpy_backend import KERNELS, blas_kernels
 from tinyforge.backends.workers import cores
-from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.errors import Parser, UserError, first_line, run_command
 from tinyforge.requirements import CORE, OLDEST_PYTHON, needs
 
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere
@@ -108,8 +108,7 @@ def gpu() -> list[Finding]:
     try:
         cupy: Any = importlib.import_module("cupy")
     except ImportError as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
-        return [Finding("CuPy", f"cannot be imported: {reason}", False, f"{INSTALL} again")]
+        return [Finding("CuPy", f"cannot be imported: {first_line(error)}", False, f"{INSTALL} again")]
     findings = [Finding("CuPy", f"{cupy.__version__} ({builds[0]})")]
     findings.append(package_found("ml_dtypes", without="not installed; bf16 needs it"))
     try:

@@ -31,6 +31,11 @@ class UserError(Exception):
     status = 2
 
 
+def first_line(error: BaseException) -> str:
+    """Of an error's text, or what kind it is if it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 @contextmanager
 def errors_in(what: object) -> Iterator[None]:
     """Begin the message of a UserError with what it is about, such as a file."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tinyforge.backends.workers import cpu_model
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, first_line
 from tinyforge.report import count_of
 from tinyforge.requirements import needs
 
@@ -205,7 +205,7 @@ def get_backend(
     try:
         from tinyforge.backends.cupy_backend import CupyBackend
     except ImportError as error:
-        cause = str(error).strip().splitlines()[0]
+        cause = first_line(error)
         raise UserError(
             f'backend cupy: CuPy does not load ({cause}); pip install --force-reinstall "cupy-cuda13x[ctk]", or use '
             "--backend numpy"

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 
 from tinyforge.backends.machine_code import missing
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, first_line
 from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.infer.decoder import Decoder, ReferenceDecoder
 from tinyforge.infer.decoder_compiled import CompiledDecoder
@@ -50,7 +50,7 @@ def _compiled(model: CausalLM, batch: int, capacity: int | None) -> Decoder | No
     except (UserError, ValueError):  # ValueError: of the capacity, which the next decoder raises as well
         return None
     except Exception as error:  # numba's and LLVM's own, for a NumPy or a CPU that they do not know
-        text = f"note: decoding with NumPy: numba fails: {str(error).strip().splitlines()[0]}"
+        text = f"note: decoding with NumPy: numba fails: {first_line(error)}"
         if text not in _noted:
             print(text, file=sys.stderr)
         _noted.add(text)

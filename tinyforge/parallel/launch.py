@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tinyforge.backends import Backend
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, first_line
 from tinyforge.parallel import nccl
 from tinyforge.parallel.group import Alone, Group
 from tinyforge.parallel.mpi import MPIGroup
@@ -227,7 +227,7 @@ def _of_mpi() -> ProcessGroupInfo:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
-        cause = str(error).strip().splitlines()[0]
+        cause = first_line(error)
         raise UserError(f"started by mpirun, but mpi4py does not load ({cause}); pip install mpi4py") from error
     comm = MPI.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()

@@ -9,7 +9,7 @@ import numpy as np
 
 from tinyforge.backends import Backend
 from tinyforge.backends.machine_code import missing
-from tinyforge.errors import UserError
+from tinyforge.errors import UserError, first_line
 
 CHOICES = "auto", "numba", "numpy"
 PACKAGES = "tinyforge.ops", "tinyforge.optim"
@@ -30,7 +30,7 @@ def choose_kernels(backend: Backend, asked: str) -> str:
             for package in PACKAGES:
                 import_module(f"{package}.compiled").library.load(np.dtype(backend.dtype).name)
         except Exception as error:  # numba's and LLVM's own, for a NumPy or a CPU that they do not know
-            reason = f"numba fails: {str(error).strip().splitlines()[0]}"
+            reason = f"numba fails: {first_line(error)}"
             if asked == "auto":
                 print(f"note: training with NumPy's kernels: {reason}", file=sys.stderr)
     if reason and asked == "numba":
