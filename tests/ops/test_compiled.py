@@ -243,3 +243,31 @@ def kernels_of(real):
     assert capsys.readouterr().err.count("compiling twice_numba for float64, which later runs find on disk") == 1
     assert x.tolist() == [0, 4, 2] and len(list((tmp_path / "cache").rglob("twice_numba-float64-*.o"))) == 1
     sys.modules.pop("twice_numba", None)
+
+
+def test_a_home_without_room_keeps_no_part_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = machine_code.folder() / "some-digest.o"
+
+    def fail(source: Any, target: Any) -> None:
+        assert machine_code._kept(source) == b"code"
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(machine_code.os, "replace", fail)
+        machine_code._keep(path, b"code")
+    assert path.parent.is_dir() and not list(path.parent.iterdir())
+    machine_code._keep(path, b"code")
+    assert machine_code._kept(path) == b"code" and list(path.parent.iterdir()) == [path]
+
+
+def test_a_user_without_a_home_keeps_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", fail)
+    path = machine_code.folder() / "some-digest.o"
+    machine_code._keep(path, b"code")
+    assert machine_code._kept(path) == b""

@@ -54,7 +54,10 @@ def has_wide_vectors() -> bool:
 def folder() -> Path:
     """Where machine code is kept."""
     home = os.environ.get("XDG_CACHE_HOME") or (os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else None)
-    return (Path(home) if home else Path.home() / ".cache") / "tinyforge" / "kernels"
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "tinyforge" / "kernels"
+    except RuntimeError:  # a user without a home, as in a container: nothing is kept
+        return Path(os.devnull, "kernels")
 
 
 def missing() -> str:
@@ -90,9 +93,10 @@ def _kept(path: Path) -> bytes:
 def _keep(path: Path, code: bytes) -> None:
     with suppress(OSError):  # no place to write: the next process compiles again
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as place:  # removed with what a full disk has left in it
+            new = Path(place, path.name)
+            new.write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(new, path)
         # Of other versions and CPUs: a home may be shared between machines.
         others = sorted(path.parent.glob(f"{path.name.rpartition('-')[0]}-*.o"), key=lambda p: -p.stat().st_mtime_ns)
         for old in others[KEPT:]:
