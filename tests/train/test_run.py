@@ -141,6 +141,8 @@ def test_a_timescale_of_a_run_by_the_clock_takes_the_time_of_a_step(tmp_path: Pa
     assert run._pace(0.5, []).decay == 0
     run._step_seconds = 15.0  # an eighth of the run
     assert run._pace(0.5, []).decay == 32
+    run._step_seconds = 90.0  # more than the timescale
+    assert run._pace(0.5, []).shrink(0.1) == 0
 
 
 def test_a_run_with_captured_steps_has_the_same_bits_and_resumes(

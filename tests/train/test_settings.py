@@ -166,9 +166,10 @@ def test_weight_decay_replaces_the_timescale_of_a_preset(flags: str) -> None:
     assert again == settings
 
 
-def test_two_flags_for_weight_decay_are_refused() -> None:
+@pytest.mark.parametrize("decay", ["0.3", "0.1", "0"])
+def test_two_flags_for_weight_decay_are_refused(decay: str) -> None:
     with pytest.raises(UserError, match="--decay-timescale and --weight-decay both say"):
-        parse(PretrainSettings, "", "--weight-decay 0.3 --decay-timescale 0.3".split()).settings.check()
+        parse(PretrainSettings, "", f"--weight-decay {decay} --decay-timescale 0.3".split())
 
 
 @pytest.mark.parametrize(

@@ -404,7 +404,9 @@ class Run:
         lr = learning_rate(
             settings.schedule, progress, settings.lr, decay=settings.decay_fraction, warmup=settings.warmup
         )
-        decay = self._step_share() / (settings.decay_timescale * settings.lr) if settings.decay_timescale else None
+        # A step takes at most all of a weight: a run of few steps would turn its sign.
+        timescale = settings.decay_timescale
+        decay = min(1.0, self._step_share() / timescale) / settings.lr if timescale else None
         if settings.rate_rule != "plain":
             lr *= batch_factor(settings.rate_rule, sum(batch.size("tokens") for batch in batches))
         points, weights = settings.points("momentum_schedule"), tuple[float, ...]()

@@ -307,8 +307,6 @@ class Settings:
                 f"--optimizer muon expects whole matrices, and --zero {self.zero} cuts them in parts; leave "
                 "out --zero, or use --optimizer adamw"
             )
-        if self.decay_timescale and self.weight_decay != type(self).weight_decay:
-            raise UserError("--decay-timescale and --weight-decay both say how much the weights decay; drop one")
         self.optimizer_config()
         if self.steps is None and self.minutes is None:
             raise UserError("neither --steps nor --minutes is given; one of them must end the run")
@@ -823,6 +821,8 @@ def parse(
     return Command(settings, **expected)
 
 
+    if given.get("decay_timescale") and "weight_decay" in given:
+        raise UserError("--decay-timescale and --weight-decay both say how much the weights decay; drop one")
 def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog: str | None) -> Parser:
     """A parser with a flag for every field. Defaults are applied later, so that it shows which flags were given."""
     p = Parser(prog=prog, description=description)
