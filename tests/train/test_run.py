@@ -37,7 +37,7 @@ from tinyforge.train.data_parallel import DataParallel, evaluate_nll
 from tinyforge.train.objectives import NextTokens
 from tinyforge.train.plan import plan_step
 from tinyforge.train.run import Run, Task, claimed, running, train
-from tinyforge.train.settings import PretrainSettings, Settings, SftSettings
+from tinyforge.train.settings import PretrainSettings, Settings, SftSettings, parse
 
 CONFIG = Config(
     dim=16, heads=4, kv_heads=2, layers=3, context=16, vocab=257, mtp_heads=2, hidden=10, mtp_weights=(1, 0.5)
@@ -143,6 +143,16 @@ def test_a_timescale_of_a_run_by_the_clock_takes_the_time_of_a_step(tmp_path: Pa
     assert run._pace(0.5, []).decay == 32
     run._step_seconds = 90.0  # more than the timescale
     assert run._pace(0.5, []).shrink(0.1) == 0
+
+
+def test_a_preset_s_rates_are_for_groups_that_a_model_may_lack(tmp_path: Path) -> None:
+    trial, fast = Trial(tmp_path), ["--config", "fast", "--out", str(tmp_path)]
+    own, given = (
+        parse(PretrainSettings, "", fast + more).settings for more in ([], ["--group-rates", "value_embeddings=2"])
+    )
+    assert Run(trial.task, own, trial.backend).optimizer is not None
+    with pytest.raises(UserError, match="--group-rates: this model has no value_embeddings, only matrices"):
+        Run(trial.task, given, trial.backend)
 
 
 def test_a_run_with_captured_steps_has_the_same_bits_and_resumes(

@@ -172,6 +172,13 @@ def test_two_flags_for_weight_decay_are_refused(decay: str) -> None:
         parse(PretrainSettings, "", f"--weight-decay {decay} --decay-timescale 0.3".split())
 
 
+def test_a_preset_s_flags_that_another_flag_makes_idle_are_left_out() -> None:
+    settings = parse(PretrainSettings, "", "--config fast --schedule constant".split()).settings
+    assert settings.decay_fraction == PretrainSettings().decay_fraction and settings.optimizer == "muon"
+    with pytest.raises(UserError, match="--decay-fraction is given without --schedule wsd"):
+        parse(PretrainSettings, "", "--config fast --schedule constant --decay-fraction 0.6".split())
+
+
 @pytest.mark.parametrize(
     ("flags", "rate"),
     [

@@ -242,7 +242,8 @@ class Run:
         width = getattr(self.task.model.config, "dim", 0)
         if settings.rate_rule != "plain" and not (width and self.task.unit == "tokens"):
             raise UserError(f"--rate-rule {settings.rate_rule} is for models of tokens that have a width; leave it out")
-        check_groups(settings.group_rates, buffer.params)
+        if settings.group_rates != settings.usual().group_rates:  # a preset's are right for its config without --set
+            check_groups(settings.group_rates, buffer.params)
         config = settings.optimizer_config(width or WIDTH)
         if (settings.group_rates or settings.rate_rule != "plain") and group.rank == 0:
             print(describe_rates(config.group_rates, settings.lr, settings.rate_rule, buffer.params))

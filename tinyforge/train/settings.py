@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -331,6 +331,13 @@ class Settings:
         found = getattr(self, name)
         return found in value.split(" or ") if value else bool(found)
 
+    def without_idle(self, given: Container[str] = ()) -> Self:
+        """With the defaults of flags that mean nothing without others, such as a preset's --decay-fraction with
+        --schedule constant; but those of `given` stay, which `check` refuses."""
+        idle = (f for f in fields(self) if (of := f.metadata["of"]) and f.name not in given and not self.has(of))
+        defaults: dict[str, Any] = {f.name: f.default for f in idle}
+        return replace(self, **defaults)
+
     def points(self, name: str) -> Points:
         """The points of a schedule's flag; none for a recipe that does not have it."""
         known = self.__dataclass_fields__.get(name)
@@ -513,7 +520,7 @@ class PretrainSettings(ModelSettings, Teaching):
         found = {**own.with_optimizer(optimizer).of("data" in given, optimizer), **given}
         if "weight_decay" in given and "decay_timescale" not in given:
             found.pop("decay_timescale", None)
-        return cls(**found)
+        return cls(**found).without_idle(given)
 
     def reasons(self) -> str:
         """The defaults that this preset has of its own, as far as they are used, and where they come from."""
@@ -814,6 +821,8 @@ def parse(
         if "minutes" in given:
             given["steps"] = None
         settings = kind.made(given)
+    if given.get("decay_timescale") and "weight_decay" in given:
+        raise UserError("--decay-timescale and --weight-decay both say how much the weights decay; drop one")
     settings.check()
     rows = settings.batch_size * getattr(settings, "num_generations", 1)
     if given.get("workers", 1) > (most := max(rows, cores())):
@@ -821,8 +830,6 @@ def parse(
     return Command(settings, **expected)
 
 
-    if given.get("decay_timescale") and "weight_decay" in given:
-        raise UserError("--decay-timescale and --weight-decay both say how much the weights decay; drop one")
 def _parser(kind: type[Settings], description: str, actions: Sequence[str], prog: str | None) -> Parser:
     """A parser with a flag for every field. Defaults are applied later, so that it shows which flags were given."""
     p = Parser(prog=prog, description=description)
@@ -882,10 +889,7 @@ def _resumed(kind: type[S], given: dict[str, Any], out: Path) -> S:
     if kind in RECIPES.values() and RECIPES.get(recipe, kind) is not kind:
         raise UserError(f"--resume: the run in {out} is one of {recipe}.py; resume it with that, or give another --out")
     stored = kind.from_dict(found.meta["settings"])
-    # Earlier versions stored flags without a meaning.
-    idle = (f for f in fields(kind) if f.metadata["of"] and not stored.has(f.metadata["of"]))
-    unused: dict[str, Any] = {f.name: f.default for f in idle}
-    stored = replace(stored, **unused)
+    stored = stored.without_idle()  # earlier versions stored such flags
     for f in fields(kind):
         name = f.name
         if f.metadata["changes"] == NOTHING or name not in given or getattr(stored, name) == given[name]:
