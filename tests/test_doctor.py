@@ -135,3 +135,12 @@ def test_a_gpu_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = doctor.gpu()
     assert not trouble(findings)
     assert "Card, 80 GiB, sm_90" in str(findings[-1])
+
+
+@pytest.mark.parametrize("reason", ["", "numba is not installed: pip install it"])
+def test_the_kernels_that_decode_and_train_on_a_cpu(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "missing", lambda: reason)
+    monkeypatch.setattr(doctor, "version_of", lambda package: "0.9")
+    found = doctor.compiled_kernels()
+    assert found.what == "CPU kernels" and found.fix == reason.removeprefix("numba is not installed: ")
+    assert found.found == ("NumPy's: numba is not installed" if reason else "compiled by numba 0.9")

@@ -62,17 +62,17 @@ def cpu() -> list[Finding]:
         *kernels(),
         Finding("cores", f"{cores()}, the default of --workers"),
         *(package_found(package) for package in CORE if package not in ("numpy", "duckdb")),
-        decoder(),
+        compiled_kernels(),
         package_found("duckdb", "DuckDB", "not installed; only the commands in data/ need it", missing=None),
     ]
 
 
-def decoder() -> Finding:
-    """What decodes on the CPU, and why."""
+def compiled_kernels() -> Finding:
+    """Whose kernels decode and train on the CPU, and why."""
     reason, _, fix = missing().partition(": ")
     if reason:
-        return Finding("CPU decoder", f"NumPy's: {reason}", None, fix)
-    return Finding("CPU decoder", f"compiled by numba {version_of('numba')}")
+        return Finding("CPU kernels", f"NumPy's: {reason}", None, fix)
+    return Finding("CPU kernels", f"compiled by numba {version_of('numba')}")
 
 
 def package_found(
