@@ -1,7 +1,8 @@
 """The kernels of compiled.py, for numba.
 
 Only a first use on a machine imports this module; see backends/machine_code.py. All memory is the caller's: kernels
-take contiguous arrays, allocate nothing and raise nothing. A row's, and a sequence's, bits do not depend on the others.
+take contiguous arrays, allocate nothing and raise nothing. A row's, and a sequence's, bits do not depend on the others;
+only attention's pass for scores in the thousands (LSE_ERROR) is made for a whole batch or not at all.
 
 A linear map goes through the tokens in blocks: backward reads a block of the gradient once, for both of its products,
 and SwiGLU or RoPE find a block of the product in the core's cache.
