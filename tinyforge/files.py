@@ -282,8 +282,10 @@ def json_value(text: str | bytes, digits: int = MOST_DIGITS) -> Any:
     RecursionError or seconds spent in `int`. Raises it for text that is not UTF-8 or not JSON, is nested deeper than
     MOST_DEPTH, or holds a whole number of more than `digits` digits.
     """
-    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-    text = text.decode() if isinstance(text, bytes) else text
+    if isinstance(text, bytes):
+        data, text = text, text.decode()
+    else:
+        data = text.encode("utf-8", "surrogatepass")
     start = _BLANKS.match(text, text.startswith("\ufeff")).end()  # type: ignore[union-attr]  # it matches "" too
     try:
         # Python's own reading of numbers is much faster, and safe where no number can be long.
