@@ -78,9 +78,11 @@ def hold_out(data: Labelled, seed: int) -> tuple[Labelled, Labelled]:
 
 
 def numbered(raw: Sequence[Any], names: Sequence[str], place: str) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Labels as class numbers, and the names of the classes: `names` if given, else from the labels."""
+    """Labels as class numbers, and the names of the classes: `names` if given, else from the labels. Where names are
+    numbers, such as those of folders, a label of digits is a name."""
     known = tuple(names)
-    if all(isinstance(label, int | np.integer) and not isinstance(label, bool) for label in raw):
+    by_name = known != tuple(map(str, range(len(known)))) and any(re.fullmatch("-?[0-9]+", name) for name in known)
+    if not by_name and all(isinstance(label, int | np.integer) and not isinstance(label, bool) for label in raw):
         count = len(known) or min(max((0, *raw)) + 1, max(len(raw), FEW_CLASSES))
         bad = next((number for number, label in enumerate(raw) if not 0 <= label < count), None)
         if bad is not None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tinyforge import chat, checkpoint, get_backend
-from tinyforge.data.labelled import answers, read_images, read_texts
+from tinyforge.data.labelled import answers, numbered, read_images, read_texts
 from tinyforge.errors import UserError
 from tinyforge.formats import convert, load
 from tinyforge.models.bag_of_words import BagOfWords
@@ -434,6 +434,24 @@ def test_a_vocabulary_that_is_asked_for_does_not_stop_a_resumed_run(here: Path) 
                         ("--shift 1", "--shift moves images, and bert reads texts")):  # fmt: skip
         with pytest.raises(UserError, match=said):
             classify.main([*shape, *f"--base run --out other {flags}".split()])
+
+
+@pytest.mark.parametrize(
+    ("names", "labels", "found"),
+    [
+        (("1", "2", "other"), [1, 2], ["1", "2"]),
+        (("-1", "0", "1"), [0, 1], ["0", "1"]),
+        (("1", "10", "2"), [10, 2], ["10", "2"]),
+        (("0", "1", "2"), [1, 2], ["1", "2"]),
+        (("wrong", "right"), [0, 1], ["wrong", "right"]),
+    ],
+)
+def test_a_number_is_a_name_where_names_are_numbers(
+    names: tuple[str, ...], labels: list[int], found: list[str]
+) -> None:
+    """As of a table to test on whose labels are all digits."""
+    numbers, known = numbered(labels, names, "test.csv")
+    assert known == names and [known[number] for number in numbers] == found
 
 
 TEXT_FAULTS = {
