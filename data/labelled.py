@@ -219,7 +219,7 @@ def read_texts(path: Path, names: Sequence[str] = (), encoding: str = "utf-8") -
     if not rows:
         raise UserError(f"{path} holds no labelled text; check the path")
     for number, row in enumerate(rows):
-        if not isinstance(row[0], str) or not isinstance(row[2] or "", str) or row[1] is None:
+        if not isinstance(row[0], str) or not isinstance(row[2] or "", str) or row[1] in (None, ""):
             raise UserError(f"{path}: row {number} lacks a text or a label; fix or remove it")
     labels, known = numbered([row[1] for row in rows], names, str(path))
     return Labelled([(row[0], row[2] or "") for row in rows], labels, known)

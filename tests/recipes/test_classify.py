@@ -462,6 +462,7 @@ TEXT_FAULTS = {
     "commas.csv": "row 1 has more cells than text, label; put texts in quotes",
     "empty.jsonl": "holds no labelled text",
     "null.jsonl": "row 0 lacks a text or a label",
+    "unlabelled.csv": "row 1 lacks a text or a label",
     "text.txt": "expected one of .parquet, .jsonl, .jsonl.gz, .csv",
     "beyond.jsonl": "label 2 of example 1, expected 0 to 1: there are 2 classes",
 }
@@ -479,6 +480,7 @@ def test_bad_texts_are_one_line(name: str, here: Path) -> None:
     (here / "commas.csv").write_text("text,label\nfine,1\nfine, good,1\n")
     (here / "empty.jsonl").write_text("")
     (here / "null.jsonl").write_text('{"text": null, "label": 1}')
+    (here / "unlabelled.csv").write_text("text,label\nfine,1\ngood,\n")
     (here / "text.txt").write_text("fine")
     (here / "beyond.jsonl").write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 2}')
     flags = f"{TEXT_SHAPE} --data train.jsonl --test {name} --steps 1 --out run".split()
