@@ -326,7 +326,8 @@ def draw_mistakes(test: Labelled, logits: np.ndarray, target: Path) -> bool:
             i = shown[place]
             pixels = test.inputs[i].transpose(1, 2, 0)
             axis.imshow(pixels[..., 0] if pixels.shape[-1] == 1 else pixels, cmap="gray_r", vmin=0, vmax=255)
-            axis.set_title(f"{test.names[test.labels[i]]}, not {test.names[guesses[i]]}", fontsize=7)
+            title = f"{test.names[test.labels[i]]}, not {test.names[guesses[i]]}"
+            axis.set_title(title.replace("$", r"\$"), fontsize=7)  # between two, matplotlib reads a formula
     figure.suptitle(f"mistakes: {len(wrong)} of {len(test)}; the {len(shown)} that the model was surest of", fontsize=9)
     figure.savefig(target, dpi=110)
     return True

@@ -104,6 +104,17 @@ def test_it_learns_and_draws_its_mistakes(here: Path) -> None:
     assert Path("run/mistakes.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_mistakes_of_classes_with_dollars_in_their_names(here: Path) -> None:
+    """matplotlib reads text between two dollars as a formula."""
+    images, labels = pictures(12, 2)
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+        write_png(here / "png" / ("$5^{", "$x^{")[label] / f"{i:02}.png", image)
+        write_png(here / "test" / ("$5^{", "$x^{")[1 - label] / f"{i:02}.png", image)
+    flags = "--data png --test test --steps 1 --batch-size 2 --out run"
+    assert classify.main([*SHAPE.split(), *flags.split()]) == 0
+    assert Path("run/mistakes.png").read_bytes()[:4] == b"\x89PNG"
+
+
 def test_folders_of_png_and_parquet_hold_the_same_images(here: Path) -> None:
     duckdb = pytest.importorskip("duckdb")
     images, labels = pictures(12, 2)
