@@ -176,7 +176,7 @@ def config_for(
     changes: dict[str, Any] = {}
     classes = getattr(config, "classes", 0)
     asked = any(item.startswith("classes=") for item in settings.set)
-    if asked and len(data.train.names) > classes:
+    if asked and not resume and len(data.train.names) != classes:  # more would have no names
         raise UserError(f"data: labels of {len(data.train.names)} classes, --set classes={classes}; leave that out")
     if not asked:
         changes["classes"] = len(data.train.names)

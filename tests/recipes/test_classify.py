@@ -218,6 +218,7 @@ def test_bad_images_are_one_line(spoil: Any, here: Path) -> None:
     ("flags", "said"),
     [
         ("--data idx --set classes=1 patch=2", "labels of 2 classes, --set classes=1"),
+        ("--data idx --set classes=9 patch=2", "labels of 2 classes, --set classes=9; leave that out"),
         ("--data idx nowhere", "expected one folder of images or one parquet file"),
         ("--data nowhere", "nowhere: not a folder of images or a parquet file"),
         ("--data idx --set patch=4", "image 6 is not a whole number of patches of 4; use a patch that divides 6"),
