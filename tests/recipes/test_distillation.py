@@ -129,6 +129,13 @@ def test_another_teacher_is_refused(folder: Path) -> None:
         run("--resume --out whole --teacher teacher-1")
 
 
+def test_a_run_without_a_teacher_gets_none_when_it_goes_on(folder: Path) -> None:
+    run(f"{STUDENT.replace('--teacher-share 0.7', '--base teacher-1')} --out alone")
+    shutil.rmtree("alone/step-00000004")
+    with pytest.raises(UserError, match="step-00000002 was made without a teacher; leave out --teacher"):
+        run("--resume --out alone --teacher teacher-0")
+
+
 def test_several_teachers_and_a_resumed_run(folder: Path) -> None:
     """The same ones in the same order."""
     run(f"{STUDENT} --teacher teacher-0 teacher-1 --out both")

@@ -672,6 +672,11 @@ def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
         "teacher": "teacher",
     }
     for key, what in parts.items():
+        if key == "teacher" and key not in found.meta and key in given:
+            raise UserError(
+                f"--resume: {found.path} was made without a teacher; leave out --teacher, or start a new run with "
+                "another --out"
+            )
         # Checkpoints of earlier versions do not name the model.
         if key in found.meta and found.meta[key] != given.get(key):
             raise UserError(
