@@ -90,9 +90,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not base and not shards:
             if settings.tokenizer:
                 raise UserError("--tokenizer: the model gets its teacher's; leave out --tokenizer or --teacher")
-            config = config.override({"vocab": teachers[0].config.vocab})
+            vocab = teachers[0].config.vocab
+            if config.vocab != vocab and not resume and any(item.startswith("vocab=") for item in settings.set):
+                raise UserError(
+                    f"--set vocab={config.vocab}: the model gets its teacher's tokenizer, vocab {vocab}; drop it"
+                )
+            config = config.override({"vocab": vocab})
         known = base.tokenizer if base else shards.tokenizer if shards else teachers[0].tokenizer
-        check_teachers(teachers, settings, spec, config, known, base.path if base else "the shards")
+        check_teachers(
+            teachers, settings, spec, config, known, base.path if base else "the shards" if shards else teachers[0].path
+        )
     if plan_only:
         print_plan(spec, config, settings, teachers=teacher_specs(teachers, settings))
         return 0

@@ -163,6 +163,14 @@ def test_a_base_with_another_tokenizer_is_refused(folder: Path) -> None:
         run(f"{STUDENT} --teacher teacher-0 --base storyteller --out other")
 
 
+def test_what_does_not_fit_the_first_teacher_is_named(folder: Path) -> None:
+    run(f"--data read.txt {TEACHER.replace('280', '290')} --batch-size 2 --workers 1 --backend numpy --steps 1 --out t")
+    with pytest.raises(UserError, match="t/step-00000001 has another tokenizer than teacher-0/step-00000002; give"):
+        run(f"{STUDENT} --teacher teacher-0 t --out other")
+    with pytest.raises(UserError, match="--set vocab=300: the model gets its teacher's tokenizer, vocab 280; drop it"):
+        run(f"{STUDENT} --set vocab=300 --teacher teacher-0 --out other")
+
+
 def test_the_plan_counts_the_teacher(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     peaks = []
     for more in ("", " --teacher-share 0.5 --teacher teacher-0"):
