@@ -22,8 +22,8 @@ from tinyforge.op import Op, Stash
 from tinyforge.ops import Linear
 from tinyforge.params import ParamBuffer
 from tinyforge.registry import ModelSpec, find_model, models
-from tinyforge.train.plan import Plan, Split, check_fits, plan_step
-from tinyforge.train.settings import PretrainSettings
+from tinyforge.train.plan import Plan, Split, check_fits, plan_step, print_plan
+from tinyforge.train.settings import ClassifySettings, PretrainSettings, SftSettings, config_of
 
 SPEC = find_model("nanoeuler")
 TINY = Config(
@@ -216,6 +216,29 @@ def test_a_plan_has_one_unit() -> None:
     for peak, unit in ((3 << 30, "GiB"), (90 << 20, "MiB")):
         lines = str(Plan(1 << 20, 2 << 20, 40 << 20, peak, 1 << 10)).splitlines()
         assert {line.split()[-1] for line in lines} == {unit}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (PretrainSettings(group_rates=("value_embeddings=3",)), "--group-rates: this model has no value_embeddings"),
+        (PretrainSettings(window_schedule=("0:256",)), "--window-schedule: it ends with 256, the window of the config"),
+        (PretrainSettings(model="gpt2", mtp_schedule=("0.5:1", "0.8:0")), "--mtp-schedule: the model has one output"),
+        (ClassifySettings(model="vit", rate_rule="width-batch"), "--rate-rule width-batch is for models of tokens"),
+    ],
+)
+def test_a_plan_refuses_what_the_run_refuses(settings: Any, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = find_model(settings.model)
+    with pytest.raises(UserError, match=said):
+        print_plan(spec, config_of(settings), settings)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_plan_of_adapters_knows_their_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = SftSettings(lora=2, group_rates=("matrices=2",))
+    print_plan(SPEC, TINY, settings)
+    with pytest.raises(UserError, match="this model has no embeddings, only matrices"):
+        print_plan(SPEC, TINY, replace(settings, group_rates=("embeddings=2",)))
 
 
 def test_an_unknown_precision() -> None:

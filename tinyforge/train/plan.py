@@ -19,6 +19,7 @@ from tinyforge.memory import free_memory, gib
 from tinyforge.op import Recompute, Stash
 from tinyforge.ops.attention import Documents
 from tinyforge.optim import AdamW, AdamWConfig, Muon
+from tinyforge.optim.groups import check_groups
 from tinyforge.parallel import Alone
 from tinyforge.parallel.buckets import Buckets, Watched
 from tinyforge.parallel.zero import ShardedAdamW, stage_of
@@ -163,7 +164,11 @@ def size_of(config: BaseConfig, rows: int, length: int) -> str:
 def print_plan(
     spec: ModelSpec, config: BaseConfig, settings: Settings, each: int = 1, teachers: Teachers | None = None
 ) -> None:
-    """--plan: print what a step takes on a GPU, or on each of --gpus. each: rows per example of --batch-size."""
+    """--plan: print what a step takes on a GPU, or on each of --gpus. each: rows per example of --batch-size. Raises
+    UserError where the run itself would."""
+    make = partial(spec.build, config, MetaBackend(settings.precision))
+    model = Adapted(make, settings.adapters) if settings.adapters else make()
+    check_flags(settings, model, "tokens" if spec.learns in ("text", "masked text") else spec.learns)
     split, seq_len = Split.of(settings, settings.gpus or 1), sequence_length(config, settings)
     planned = _planner(spec, config, settings.precision, settings, split.ranks, teachers)
     rows = each * settings.batch_size
@@ -236,6 +241,24 @@ def check_fits(
         f"{size_of(config, each * size, sequence_length(config, settings))} in {backend.precision.name} need "
         f"{gib(total(plan))} {place}, {gib(free)} are free; {fix}"
     )
+
+
+def check_flags(settings: Settings, model: Any, unit: str) -> None:
+    """Raise UserError for a flag that the model has no use for. unit: of what it reads."""
+    config, windows = model.config, settings.points("window_schedule")
+    if windows and not hasattr(model, "set_window"):
+        raise UserError(f"--window-schedule: {type(model).__name__} has no set_window; leave the schedule out")
+    if windows and windows[-1][1] != (of_config := getattr(config, "window", 0)):
+        raise UserError(
+            f"--window-schedule: it ends with {windows[-1][1]:g}, the window of the config is {of_config}; end with "
+            f"that, or add --set window={windows[-1][1]:g}"
+        )
+    if settings.points("mtp_schedule") and len(config.head_weights) == 1:
+        raise UserError("--mtp-schedule: the model has one output head; leave the schedule out")
+    if settings.rate_rule != "plain" and not (getattr(config, "dim", 0) and unit == "tokens"):
+        raise UserError(f"--rate-rule {settings.rate_rule} is for models of tokens that have a width; leave it out")
+    if settings.group_rates != settings.usual().group_rates:  # a preset's are right for its config without --set
+        check_groups(settings.group_rates, model.buffer.params)
 
 
 def check_task(task: Any, backend: Backend, settings: Settings) -> Plan:

@@ -27,7 +27,7 @@ from tinyforge.backends import Backend, compile
 from tinyforge.errors import UserError
 from tinyforge.files import locked
 from tinyforge.optim import Pace, learning_rate
-from tinyforge.optim.groups import WIDTH, batch_factor, check_groups, describe_rates
+from tinyforge.optim.groups import WIDTH, batch_factor, describe_rates
 from tinyforge.optim.schedules import held, linear
 from tinyforge.parallel import Alone, Group
 from tinyforge.parallel.launch import ProcessGroupInfo, assert_equal_on_ranks, init_process_group, started_as_rank
@@ -43,7 +43,7 @@ from tinyforge.train.captured import Captured, captures
 from tinyforge.train.data_parallel import DataParallel, Totals, Trainable
 from tinyforge.train.diagnose import first_nonfinite
 from tinyforge.train.objectives import Batch, Objective, with_terms
-from tinyforge.train.plan import Plan, check_task
+from tinyforge.train.plan import Plan, check_flags, check_task
 from tinyforge.train.settings import Settings, Teaching
 from tinyforge.train.writers import open_writer
 
@@ -183,7 +183,7 @@ class Run:
     def __init__(self, task: Task, settings: Settings, backend: Backend, resume: bool = False) -> None:
         if task.plan is None:
             task = replace(task, plan=check_task(task, backend, settings))
-        _check_schedules(settings, task)
+        check_flags(settings, task.model, task.unit)
         self.task, self.settings, self.backend = task, settings, backend
         self.out = Path(settings.out)
         self.buffer = task.model.buffer
@@ -240,10 +240,6 @@ class Run:
         buffer.publish()
         rank = self.parallel.rank
         width = getattr(self.task.model.config, "dim", 0)
-        if settings.rate_rule != "plain" and not (width and self.task.unit == "tokens"):
-            raise UserError(f"--rate-rule {settings.rate_rule} is for models of tokens that have a width; leave it out")
-        if settings.group_rates != settings.usual().group_rates:  # a preset's are right for its config without --set
-            check_groups(settings.group_rates, buffer.params)
         config = settings.optimizer_config(width or WIDTH)
         if (settings.group_rates or settings.rate_rule != "plain") and group.rank == 0:
             print(describe_rates(config.group_rates, settings.lr, settings.rate_rule, buffer.params))
@@ -645,20 +641,6 @@ def _print_overfitting(rows: Sequence[Mapping[str, Any]], settings: Settings) ->
             f"held-out bits per byte were {best[key]:.3f} at step {best['step']} and are {last[key]:.3f} now: the "
             f"model overfits. Train for fewer steps, on more data, or with more --weight-decay{taught}"
         )
-
-
-def _check_schedules(settings: Settings, task: Task) -> None:
-    """Raise UserError for a schedule that the task's model has no use for."""
-    config, windows = task.model.config, settings.points("window_schedule")
-    if windows and not hasattr(task.model, "set_window"):
-        raise UserError(f"--window-schedule: {type(task.model).__name__} has no set_window; leave the schedule out")
-    if windows and windows[-1][1] != (of_config := getattr(config, "window", 0)):
-        raise UserError(
-            f"--window-schedule: it ends with {windows[-1][1]:g}, the window of the config is {of_config}; end with "
-            f"that, or add --set window={windows[-1][1]:g}"
-        )
-    if settings.points("mtp_schedule") and len(config.head_weights) == 1:
-        raise UserError("--mtp-schedule: the model has one output head; leave the schedule out")
 
 
 def _check_same(found: checkpoint.Checkpoint, task: Task) -> None:
