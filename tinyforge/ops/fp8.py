@@ -153,7 +153,7 @@ def fp8_weight_of(param: Param, backend: Backend, *, codes: bool = False, transp
         if backend.fp8 and (shape[1] % MULTIPLE or shape[0] % 8):
             raise UserError(
                 f"--precision fp8: {param.name} is {param.shape}; products in FP8 sum over a multiple of "
-                f"{MULTIPLE}, here {shape[1]}, into a multiple of 8, here {shape[0]}; use --precision bf16"
+                f"{MULTIPLE}, here {shape[1]}, into a multiple of 8, here {shape[0]}; use bf16 or fp32"
             )
         return backend.zeros(shape, kind)
 
