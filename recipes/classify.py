@@ -40,6 +40,7 @@ from tinyforge.rng import Stream
 from tinyforge.terminal import one_line
 from tinyforge.tokenizers import TextTokenizer, WordPiece, load_tokenizer
 from tinyforge.train.batches import Shuffled, fingerprint, micro_batches
+from tinyforge.train.corpus import CHARS
 from tinyforge.train.data_parallel import DataParallel
 from tinyforge.train.masked import framed, padded, padding_id, room_in
 from tinyforge.train.metrics import save_scores
@@ -131,6 +132,8 @@ def text_data(
 ) -> Data:
     """tokenizer: that of the base; None to load --tokenizer, or to train one of `vocab` ids."""
     room_in(length)
+    if settings.tokenizer == CHARS:
+        raise UserError("--tokenizer chars: expected a WordPiece tokenizer; leave it out to train one on the data")
     if not settings.data:
         print(f"data: built in (no --data given), {BUILT_IN_EXAMPLES:,} questions, each with a right or a wrong answer")
         train, test = answers("train", BUILT_IN_EXAMPLES, settings.seed), answers("val", BUILT_IN_TESTS, settings.seed)

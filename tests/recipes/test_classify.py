@@ -446,6 +446,8 @@ def test_a_vocabulary_that_is_asked_for_does_not_stop_a_resumed_run(here: Path) 
                         ("--shift 1", "--shift moves images, and bert reads texts")):  # fmt: skip
         with pytest.raises(UserError, match=said):
             classify.main([*shape, *f"--base run --out other {flags}".split()])
+    with pytest.raises(UserError, match="--tokenizer chars: expected a WordPiece tokenizer; leave it out"):
+        classify.main([*shape, *"--tokenizer chars --out other".split()])
 
 
 @pytest.mark.parametrize(
