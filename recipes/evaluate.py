@@ -47,7 +47,6 @@ from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json
 from tinyforge.formats import Loaded, add_checkpoint_flag, add_weights_flag, load, open_model, resolve_checkpoint
 from tinyforge.formats.foreign import is_foreign
-from tinyforge.infer import make_decoder
 from tinyforge.infer.conversation import ROOM_FOR_REPLY
 from tinyforge.infer.evaluate import measure_cloze, measure_replies, measure_speculation
 from tinyforge.infer.figures import scores_of, table_of, table_of_tasks
@@ -162,7 +161,7 @@ def kneser_ney(loaded: Loaded, text: Text) -> dict[str, float]:
 
 def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, seed: int) -> dict[str, Any]:
     """Bits per byte and last words, for each source and over all."""
-    tokenizer, decoder = loaded.tokenizer, make_decoder(loaded.model)
+    model, tokenizer = loaded.model, loaded.tokenizer
     bits, overall = bits_per_byte(loaded, backend, text)
     sources: dict[str, Any] = {}
     for part in text.parts:
@@ -171,7 +170,7 @@ def measure_text(loaded: Loaded, backend: Backend, text: Text, sentences: int, s
         sources[part.source] = {
             "bytes": part.bytes,
             "bits_per_byte": bits[part.source].tolist(),
-            "cloze": measure_cloze(decoder, tokenizer, texts, sentences, seed),
+            "cloze": measure_cloze(model, tokenizer, texts, sentences, seed),
         }
     return {"own": text.own, "bits_per_byte": overall, "sources": sources}
 

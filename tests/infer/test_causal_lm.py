@@ -19,14 +19,16 @@ from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.decoder_cpu import CPUDecoder
 from tinyforge.infer.decoder_numpy import NumpyDecoder
-from tinyforge.infer.evaluate import log_probabilities, speculate
+from tinyforge.infer.evaluate import speculate
 from tinyforge.infer.generation import generate, generate_batch
+from tinyforge.infer.likelihood import Pair, Scorer
 from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session
 from tinyforge.infer.trace import trace
 from tinyforge.models.char_mlp import CharMLP
 from tinyforge.models.char_mlp import Config as CharConfig
 from tinyforge.models.nanoeuler import Config, NanoEuler
+from tinyforge.tokenizers import Tokenizer
 
 CPU = get_backend("numpy", "fp64", workers=1)
 SIZES = Sizes(context=70, vocab=29)
@@ -195,7 +197,8 @@ def test_its_decoder_goes_back_to_the_start_only() -> None:
 
 def test_scores_and_speculation_take_it_too() -> None:
     model, beginning, ends = Recurrent(), [3, 1, 4], [[1, 5], [9], [2, 6, 5]]
-    found = log_probabilities(make_decoder(model), beginning, ends)
+    pairs = [Pair(tuple(beginning), tuple(end)) for end in ends]
+    found = [score.log_prob for score in Scorer(model, Tokenizer([], ["<|endoftext|>"])).score(pairs)]
     for score, end in zip(found, ends, strict=True):
         z = logits(model, [[*beginning, *end]])[0, 2:-1]
         p = z - np.log(np.exp(z).sum(axis=-1, keepdims=True))

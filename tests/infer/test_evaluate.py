@@ -5,7 +5,6 @@ see.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +17,11 @@ from tinyforge.data.world import documents, instructions
 from tinyforge.formats import Loaded, load
 from tinyforge.infer import evaluate
 from tinyforge.infer.choose import make_decoder
-from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.evaluate import (
     NEIGHBOURS,
     Reply,
     cloze_credits,
     cloze_items,
-    log_probabilities,
     repeats_a_line,
     repeats_four_words,
     reply_decoder,
@@ -155,47 +152,43 @@ def test_what_is_no_sentence_is_not_taken() -> None:
     assert cloze_items([" ".join(good[:9])], 99, 0) == []  # nine last words are no ten candidates
 
 
-def test_log_probabilities_are_the_models(tiny: NanoEuler) -> None:
-    beginning, ends = BYTES.encode("The man is"), [BYTES.encode(end) for end in (" old.", " here.", "!")]
-    found = log_probabilities(make_decoder(tiny), beginning, ends)
-    for score, end in zip(found, ends, strict=True):
-        p = trace(tiny, [*beginning, *end]).probabilities[:, 0]
-        expected = sum(np.log(p[len(beginning) - 1 + i, token]) for i, token in enumerate(end))
-        assert score == pytest.approx(expected, rel=1e-10)
+def test_the_right_word_counts_where_the_model_finds_it_the_most_likely(tiny: NanoEuler) -> None:
+    ends = "lake hill door barn yard park pond gate tree wall".split()
+    items = cloze_items([" ".join(f"All of them went out to the {word}." for word in ends)], 99, 0)
+    credits = [credit for _, credit in cloze_credits(tiny, BYTES, items)]
+    for item, credit in zip(items, credits, strict=True):
+        known, scores = BYTES.encode(item.beginning), []
+        for word in item.candidates:
+            end = BYTES.encode(f" {word}{item.mark}")
+            p = trace(tiny, [*known, *end]).probabilities[:, 0]
+            scores.append(sum(np.log(p[len(known) - 1 + i, token]) for i, token in enumerate(end)))
+        assert credit == float(scores[0] == max(scores))
+    assert 0 < sum(credits) < len(credits) == 10
 
 
 @pytest.mark.slow
 def test_a_trained_model_is_above_chance_and_shuffled_weights_are_at_it(bundled: Loaded) -> None:
     items = cloze_items(list(documents("val", 300)), 400, seed=0)
-    scored = cloze_credits(make_decoder(bundled.model), bundled.tokenizer, items)
+    scored = cloze_credits(bundled.model, bundled.tokenizer, items)
     right = float(np.mean([credit for _, credit in scored]))
     assert right > 0.1 + 4 * standard_error(0.1, len(items))
     credits = []
     for seed in range(4):  # one order of the weights has favourites among the words, and few words end these sentences
         for param in bundled.model.params():
             shuffle(param.value, seed)
-        scored = cloze_credits(make_decoder(bundled.model), bundled.tokenizer, items[100 * seed : 100 * seed + 100])
+        scored = cloze_credits(bundled.model, bundled.tokenizer, items[100 * seed : 100 * seed + 100])
         credits += [credit for _, credit in scored]
     assert abs(float(np.mean(credits)) - 0.1) < 2 * standard_error(0.1, len(items))
 
 
-class Even(Decoder):
-    """Every token is as likely as any other."""
-
-    def prefill(self, row: int, tokens: Sequence[int]) -> None:
-        self.lengths[row] += len(tokens)
-
-    def step(self, tokens: Sequence[Sequence[int]], heads: int = 1) -> np.ndarray:
-        self.lengths[0] += len(tokens[0])
-        return np.zeros((1, len(tokens[0]), heads, self.config.vocab))
-
-
-def test_a_tie_is_worth_its_share_and_what_does_not_fit_is_left_out(tiny: NanoEuler) -> None:
+def test_a_tie_is_worth_its_share_and_what_does_not_fit_is_left_out() -> None:
+    even = NanoEuler(TINY, get_backend("numpy", "fp64", workers=1))
+    even.buffer.values[:] = 0  # every token is as likely as any other
     ends = "lake hill door barn yard park pond gate tree wall".split()
     items = cloze_items([" ".join(f"All of them went out to the {word}." for word in ends)], 99, 0)
-    assert cloze_credits(Even(tiny), BYTES, items) == [(item, 0.1) for item in items] and len(items) == 10
+    assert cloze_credits(even, BYTES, items) == [(item, 0.1) for item in items] and len(items) == 10
     longer = replace(items[0], beginning="All of them " * 9)
-    assert cloze_credits(Even(tiny), BYTES, [longer, items[1]]) == [(items[1], 0.1)]
+    assert cloze_credits(even, BYTES, [longer, items[1]]) == [(items[1], 0.1)]
 
 
 # --- replies

@@ -1,7 +1,7 @@
 """Measures of a trained model: last words of sentences, whole replies, and how often its drafts are accepted.
 
     items = cloze_items(texts, 500, seed)                   sentences, each with ten candidates for its last word
-    scored = cloze_credits(decoder, tokenizer, items)       1 where the original word is the most likely
+    scored = cloze_credits(model, tokenizer, items)         1 where the original word is the most likely
     replies = reply_to(model, prompts, sampling, stop, decoder)
     reply_shares([Reply(...), ...])                         how many end, are not empty, do not loop
     measure_replies(model, tokenizer, prompts, 200, 3)      the same of greedy and sampled replies, with their noise
@@ -26,7 +26,8 @@ from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.choose import make_decoder
 from tinyforge.infer.decoder import Decoder
 from tinyforge.infer.generation import generate_batch
-from tinyforge.infer.sampling import Sampling, log_probability
+from tinyforge.infer.likelihood import Pair, Scorer
+from tinyforge.infer.sampling import Sampling
 from tinyforge.infer.session import Session, Stats
 from tinyforge.rng import Stream
 from tinyforge.tokenizers import TextTokenizer
@@ -90,27 +91,28 @@ def cloze_items(texts: Sequence[str], count: int, seed: int) -> list[Cloze]:
     return items
 
 
-def cloze_credits(decoder: Decoder, tokenizer: TextTokenizer, items: Sequence[Cloze]) -> list[tuple[Cloze, float]]:
+def cloze_credits(model: CausalLM, tokenizer: TextTokenizer, items: Sequence[Cloze]) -> list[tuple[Cloze, float]]:
     """Each item that fits the context, with 1 if the right candidate scores highest, 1 / n if n share that, else 0.
 
-    score = ln p(candidate and closing mark | beginning), the sum over their tokens. The decoder has one row.
+    score = ln p(candidate and closing mark | beginning), the sum over their tokens.
     """
-    scored = []
+    scorer, pairs, kept = Scorer(model, tokenizer), list[Pair](), list[Cloze]()
     for item in items:
-        beginning = tokenizer.encode(item.beginning)
-        ends = [tokenizer.encode(f" {word}{item.mark}") for word in item.candidates]
-        if len(beginning) + max(map(len, ends)) <= decoder.capacity:
-            scores = log_probabilities(decoder, beginning, ends)
-            best = scores == scores.max()
-            scored.append((item, float(best[0] / best.sum())))
-    return scored
+        beginning = tuple(tokenizer.encode(item.beginning))
+        ends = [tuple(tokenizer.encode(f" {word}{item.mark}")) for word in item.candidates]
+        if len(beginning) + max(map(len, ends)) <= model.config.context:
+            kept.append(item)
+            pairs += [Pair(beginning, end) for end in ends]
+    scores = np.array([score.log_prob for score in scorer.score(pairs)]).reshape(-1, CANDIDATES)
+    best = scores == scores.max(axis=1, keepdims=True)
+    return list(zip(kept, (best[:, 0] / best.sum(axis=1)).tolist(), strict=True))
 
 
 def measure_cloze(
-    decoder: Decoder, tokenizer: TextTokenizer, texts: Sequence[str], count: int, seed: int
+    model: CausalLM, tokenizer: TextTokenizer, texts: Sequence[str], count: int, seed: int
 ) -> dict[str, Any] | None:
     """The share of right last words, and that of always guessing the commonest candidate; None without sentences."""
-    scored = cloze_credits(decoder, tokenizer, cloze_items(texts, count, seed))
+    scored = cloze_credits(model, tokenizer, cloze_items(texts, count, seed))
     if not scored:
         return None
     right = mean(credit for _, credit in scored)
@@ -120,18 +122,6 @@ def measure_cloze(
         "sentences": len(scored),
         "by_frequency": mean(item.commonest == 0 for item, _ in scored),
     }
-
-
-def log_probabilities(decoder: Decoder, beginning: Sequence[int], ends: Sequence[Sequence[int]]) -> np.ndarray:
-    """ln p(end | beginning) for each end; all are token ids. A decoder that can rewind computes the beginning once."""
-    known, scores = len(beginning) - 1, []
-    decoder.rewind([0])
-    for ids in ends:
-        decoder.prefill(0, beginning[decoder.lengths[0] : known])
-        logits = decoder.step([[beginning[-1], *ids[:-1]]])[0, :, 0]
-        scores.append(sum(log_probability(z, token) for z, token in zip(logits, ids, strict=True)))
-        decoder.rewind([known if decoder.can_rewind else 0])
-    return np.array(scores)
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------
