@@ -182,37 +182,23 @@ def listed(items: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Character:
-    """A person of a story; prints as the name, and has its pronouns as attributes for the templates."""
+    """A person of a story; prints as the name, and has its pronouns as attributes for the templates, which spell the
+    capital as the sentence does."""
 
     name: str
-    is_girl: bool
+    he: str
+    He: str
+    him: str
+    his: str
+    His: str
+    child: str
 
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def he(self) -> str:
-        return "she" if self.is_girl else "he"
 
-    @property
-    def He(self) -> str:  # noqa: N802 - templates spell the capital as the sentence does
-        return "She" if self.is_girl else "He"
-
-    @property
-    def him(self) -> str:
-        return "her" if self.is_girl else "him"
-
-    @property
-    def his(self) -> str:
-        return "her" if self.is_girl else "his"
-
-    @property
-    def His(self) -> str:  # noqa: N802
-        return sentence(self.his)
-
-    @property
-    def child(self) -> str:
-        return "girl" if self.is_girl else "boy"
+GIRL = ("she", "She", "her", "her", "Her", "girl")
+BOY = ("he", "He", "him", "his", "His", "boy")
 
 
 @dataclass(frozen=True)
@@ -266,7 +252,7 @@ class Teller:
     def people(self, n: int) -> list[Character]:
         """n different characters."""
         girls, boys = self.words.girls, self.words.boys
-        return [Character(name, name in girls) for name in self.apart(girls + boys, n)]
+        return [Character(name, *(GIRL if name in girls else BOY)) for name in self.apart(girls + boys, n)]
 
     def items(self, n: int) -> list[Item]:
         """n items that differ in noun and in colour."""
