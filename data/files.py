@@ -126,16 +126,23 @@ def parse_bytes(text: str, flag: str) -> int:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path) -> bytes:
-    """A file's bytes; UserError if it cannot be read or is larger than MAX_BYTES."""
+@contextmanager
+def opening(path: Path) -> Iterator[None]:
+    """Around a read: turns the system's refusal into a UserError."""
     try:
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise UserError(f"{path}: {size:,} bytes, expected at most {MAX_BYTES:,}; split it")
-        return path.read_bytes()
+        yield
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
+
+
+def read_file(path: Path) -> bytes:
+    """A file's bytes; UserError if it cannot be read or is larger than MAX_BYTES."""
+    with opening(path):
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise UserError(f"{path}: {size:,} bytes, expected at most {MAX_BYTES:,}; split it")
+        return path.read_bytes()
 
 
 def files_in(folder: Path) -> Iterator[Path]:
@@ -176,7 +183,7 @@ class Member:
     def read(self) -> bytes:
         """Its bytes, checked against the archive's checksum; UserError if it is damaged or encrypted."""
         try:
-            with self.opened.open(self.info) as file:
+            with opening(self.archive), self.opened.open(self.info) as file:
                 return file.read(MAX_BYTES)  # zipfile stops at the declared size
         except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError) as error:
             reason = " ".join(str(error).split())
@@ -188,8 +195,6 @@ class Member:
             raise UserError(
                 f"{self.archive}: member {self.name!r} cannot be unpacked ({error}); unpack it yourself"
             ) from None
-        except OSError as error:
-            raise UserError(f"{self.archive}: cannot be read ({error.strerror}); check its permissions") from None
 
 
 def zip_members(path: Path) -> list[Member]:
@@ -199,16 +204,13 @@ def zip_members(path: Path) -> list[Member]:
     its declared size is too large.
     """
     try:
-        # Opened once: its directory is read as a whole, and each member's opening would take as long as that.
-        archive = zipfile.ZipFile(path)
-        members = [member for member in archive.infolist() if not member.filename.endswith("/")]
-        packed = path.stat().st_size
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
+        with opening(path):
+            # Opened once: its directory is read as a whole, and each member's opening would take as long as that.
+            archive = zipfile.ZipFile(path)
+            members = [member for member in archive.infolist() if not member.filename.endswith("/")]
+            packed = path.stat().st_size
     except zipfile.BadZipFile as error:
         raise UserError(f"{path}: not a readable zip archive ({error}); download it again") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     for member in members:
         name = member.orig_filename.replace("\\", "/")
         if name.startswith("/") or re.match(r"[A-Za-z]:", name) or ".." in PurePosixPath(name).parts:

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from tinyforge.data import readers
 from tinyforge.data.datasets import fetch_dataset, is_dataset
-from tinyforge.data.files import MAX_BYTES, files_in, is_utf8, locked, name_of, write_fault, zip_members
+from tinyforge.data.files import MAX_BYTES, files_in, is_utf8, locked, name_of, opening, write_fault, zip_members
 from tinyforge.data.parquet import connect, escape_glob, reading
 from tinyforge.data.readers import BadRecord
 from tinyforge.data.source import Document, Refusal, Source, SourceWriter, first_of, read_source, reason_of, report
@@ -57,20 +57,14 @@ def read_documents(paths: Sequence[str | Path], encoding: str = "utf-8") -> list
 def read_text(path: Path, encoding: str = "utf-8") -> str:
     """The text of one file, .gz and .zst unpacked, without byte-order mark and with lines ending in "\n"; UserError if
     it cannot be read."""
+    if os.path.isdir(path):
+        raise UserError(f"{path}: got a folder, expected a file; name the files in it")
+    packing = path.suffix.lower()
     try:
-        if (packing := path.suffix.lower()) in readers.PACKED:
-            with readers.unpacked(path, packing) as file:
-                raw = readers.read_piece(file)
-        else:
-            raw = path.read_bytes()
+        with opening(path), readers.unpacked(path, packing if packing in readers.PACKED else "") as file:
+            raw = readers.read_piece(file) if packing in readers.PACKED else file.read()
     except BadRecord as fault:
         raise UserError(f"{path}: {fault}") from None
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file or folder; check the path, relative to {Path.cwd()}") from None
-    except IsADirectoryError:
-        raise UserError(f"{path}: got a folder, expected a file; name the files in it") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from None
     return decode_text(raw, encoding, str(path))
 
 
