@@ -10,22 +10,14 @@ from pydantic.json_schema import models_json_schema
 
 from tinyforge.serve.routes import ENDPOINTS, Endpoint
 
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-        }
-    },
-}
+
+def _object(**properties: dict[str, Any]) -> dict[str, Any]:
+    """The schema of an object that has all of these properties."""
+    return {"type": "object", "required": [*properties], "properties": properties}
+
+
+TEXT, TEXT_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+ERROR = _object(error=_object(message=TEXT, type=TEXT, param=TEXT_OR_NULL, code=TEXT_OR_NULL))
 STATUSES = {
     "400": "A wrong request: the error names the field.",
     "401": "Wrong or no API key.",
@@ -65,11 +57,11 @@ def description(model: str, key: bool) -> dict[str, Any]:
 
 
 def _operation(endpoint: Endpoint) -> dict[str, Any]:
-    schema = {"type": "object"} if endpoint.media == "application/json" else {"type": "string"}
+    schema = {"type": "object"} if endpoint.media == "application/json" else TEXT
     content = {endpoint.media: {"schema": schema}}
     summary = f"{endpoint.summary}."
     if endpoint.streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {"schema": TEXT}
         summary = f"{endpoint.summary}, whole or as server-sent events."
     operation: dict[str, Any] = {"summary": summary, "operationId": endpoint.path.strip("/").replace("/", "_")}
     errors = {status: STATUSES[status] for status in ("401", "403", "503")}
