@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from tinyforge.backends import Backend
 from tinyforge.errors import UserError
 from tinyforge.kernel import Array
-from tinyforge.op import Cases, Op, Param, Recompute
+from tinyforge.op import Cases, Op, Param, Recompute, WithKeywords
 from tinyforge.params import ParamBuffer, with_buffer
 from tinyforge.rng import Stream
 
@@ -64,6 +64,15 @@ class Model(Op):
             ids = rng.integers(0, config.vocab, (batch, length))
             targets = rng.integers(-1, config.vocab, (batch, length, config.prediction_heads))
             yield model, (backend.asarray(ids), backend.asarray(targets))
+
+    @classmethod
+    def packed_case(
+        cls, config: Any, backend: Backend, rng: np.random.Generator, documents: Callable[[Array], Any]
+    ) -> tuple[Op, tuple[Array, ...]]:
+        """The same for two rows of nine tokens, each of several documents. documents: of their starts."""
+        [(model, inputs)] = cls.cases_of([(config, 2, 9)], backend, rng, std=0.2)
+        starts = np.array([[0, 0, 0, 3, 3, 5, 5, 5, 8], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
+        return WithKeywords(model, documents=documents), (*inputs, backend.asarray(starts))
 
 
 class NextTokenModel(Model):

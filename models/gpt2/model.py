@@ -17,10 +17,10 @@ from tinyforge.model import NextTokenModel
 from tinyforge.models.gpt2.block import Block
 from tinyforge.models.gpt2.config import Config
 from tinyforge.models.gpt2.parts import STD, norm
-from tinyforge.op import Cases, Op, Param, Recompute, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import Dropout, Embedding, LearnedPositions, LinearCrossEntropy
 from tinyforge.ops.attention import Documents
-from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.params import ParamBuffer
 from tinyforge.residual import AttentionContext, PreNorm, ResidualStream, layers_of
 
 
@@ -119,8 +119,4 @@ class GPT2(NextTokenModel):
         yield from cls.cases_of(shapes, backend, rng, std=0.2)
         for restart in (False, True):
             config = Config(dim=12, heads=3, layers=2, context=9, vocab=11)
-            model = with_buffer(cls(config, backend), backend, rng, std=0.2)
-            packed = WithKeywords(model, documents=partial(Documents, restart=restart))
-            ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 1))
-            starts = np.array([[0, 0, 0, 3, 3, 5, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
-            yield packed, (backend.asarray(ids), backend.asarray(targets), backend.asarray(starts))
+            yield cls.packed_case(config, backend, rng, partial(Documents, restart=restart))

@@ -18,11 +18,11 @@ from tinyforge.model import Model
 from tinyforge.models.llama.block import Block, ParallelBlock, SumBlock
 from tinyforge.models.llama.config import FUSED, Config
 from tinyforge.models.llama.parts import STD, bias, projection, rms_norm
-from tinyforge.op import Cases, Op, Param, Recompute, Stash, WithKeywords
+from tinyforge.op import Cases, Op, Param, Recompute, Stash
 from tinyforge.ops import Add, CappedCrossEntropy, Embedding, LearnedPositions, LinearCrossEntropy, Scale, Smear
 from tinyforge.ops.attention import Documents
 from tinyforge.ops.fp8_linear import FP8Weights
-from tinyforge.params import ParamBuffer, with_buffer
+from tinyforge.params import ParamBuffer
 from tinyforge.residual import AttentionContext, ResidualStream, layers_of
 
 
@@ -107,10 +107,9 @@ class LlamaLike(Model):
         shared = stash is not None and learned and any(block.attention.values for block in self.blocks)
         order = self.embedding.order(ids) if shared else None
         x = self.embedding.forward(ids, stash, order=order)
-        if self.project_in:
-            x = self.project_in.forward(x, stash)
-        if self.embedding_scale:
-            x = self.embedding_scale.forward(x, stash)
+        for op in (self.project_in, self.embedding_scale):
+            if op:
+                x = op.forward(x, stash)
         starts = documents.starts if documents else None
         if self.positions:
             restart = starts if documents and documents.restart else None
@@ -141,25 +140,17 @@ class LlamaLike(Model):
 
     def trunk_backward(self, dh: Array, stash: Stash, *doutputs: Array) -> None:
         """dh: the gradient of `normed`. doutputs: those of each block's further outputs."""
-        if self.logit_scale:
-            dh = self.logit_scale.backward(dh, stash)
-        if self.project_out:
-            dh = self.project_out.backward(dh, stash)
+        for after in (self.logit_scale, self.project_out):
+            if after:
+                dh = after.backward(dh, stash)
         dx = self.final_norm.backward(dh, stash)
         for layer in reversed(self.layers):
             dx = layer.backward(dx, stash, *doutputs)
         if stash.first is not None:
             dx, stash.first = self.add.forward(dx, stash.first), None
-        if self.smear:
-            dx = self.smear.backward(dx, stash)
-        if self.embedding_norm:
-            dx = self.embedding_norm.backward(dx, stash)
-        if self.positions:
-            dx = self.positions.backward(dx, stash)
-        if self.embedding_scale:
-            dx = self.embedding_scale.backward(dx, stash)
-        if self.project_in:
-            dx = self.project_in.backward(dx, stash)
+        for before in (self.smear, self.embedding_norm, self.positions, self.embedding_scale, self.project_in):
+            if before:
+                dx = before.backward(dx, stash)
         self.embedding.backward(dx, stash)
 
     def logits(self, h: Array, head: int = 0) -> Array:
@@ -280,8 +271,4 @@ class Llama(LlamaLike):
         # The norm of a small branch is steep: a large eps gives it a gradient that can be measured.
         steady = odd.override({"norm_eps": 0.05})
         yield from cls.cases_of([(steady.override(options), 2, 6) for options in families], backend, rng, std=0.2)
-        windowed = with_buffer(cls(tiny.override({"window": 4}), backend), backend, rng, std=0.2)
-        packed = WithKeywords(windowed, documents=Documents)
-        ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 1))
-        starts = np.array([[0, 0, 0, 3, 3, 3, 3, 3, 8], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
-        yield packed, (backend.asarray(ids), backend.asarray(targets), backend.asarray(starts))
+        yield cls.packed_case(tiny.override({"window": 4}), backend, rng, Documents)

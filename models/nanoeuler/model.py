@@ -13,9 +13,8 @@ from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 from tinyforge.models.llama.model import LlamaLike
 from tinyforge.models.nanoeuler.config import Config
-from tinyforge.op import Cases, Param, Recompute, WithKeywords
+from tinyforge.op import Cases, Param, Recompute
 from tinyforge.ops.attention import Documents
-from tinyforge.params import with_buffer
 
 
 class NanoEuler(LlamaLike):
@@ -61,8 +60,4 @@ class NanoEuler(LlamaLike):
             },
         )
         yield from cls.cases_of([(tiny.override(two | given), 2, 7) for given in options], backend, rng, std=0.2)
-        config = tiny.override(two)
-        packed = WithKeywords(with_buffer(cls(config, backend), backend, rng, std=0.2), documents=Documents)
-        ids, targets = rng.integers(0, 11, (2, 9)), rng.integers(-1, 11, (2, 9, 2))
-        starts = np.array([[0, 0, 0, 3, 3, 3, 3, 3, 8], [0, 1, 1, 1, 1, 1, 1, 1, 1]])
-        yield packed, (backend.asarray(ids), backend.asarray(targets), backend.asarray(starts))
+        yield cls.packed_case(tiny.override(two), backend, rng, Documents)
