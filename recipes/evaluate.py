@@ -365,20 +365,17 @@ def keep_scores(found: dict[str, Any], with_card: bool) -> None:
     """Write the run's scores.json, and its card, if the checkpoint is the run's newest."""
     path = Path(found["checkpoint"])
     if found["weights"]:
-        print(
-            f"figures of {found['weights']} weights are not the run's: no scores.json{' and no card' * with_card} "
-            "written"
-        )
+        reason = f"figures of {found['weights']} weights are not the run's"
+    elif path not in checkpoint.steps(path.parent)[-1:]:
+        reason = f"{path} is not the newest checkpoint of a run"
+    elif not os.access(path.parent, os.W_OK):
+        reason = f"{path.parent} is not writable"
+    else:
+        save_scores(path.parent, found["step"], scores_of(found))
+        if with_card:
+            print(f"wrote {write_card(path.parent)}")
         return
-    if path not in checkpoint.steps(path.parent)[-1:]:
-        print(f"{path} is not the newest checkpoint of a run: no scores.json{' and no card' * with_card} written")
-        return
-    if not os.access(path.parent, os.W_OK):
-        print(f"{path.parent} is not writable: no scores.json{' and no card' * with_card} written")
-        return
-    save_scores(path.parent, found["step"], scores_of(found))
-    if with_card:
-        print(f"wrote {write_card(path.parent)}")
+    print(f"{reason}: no scores.json{' and no card' * with_card} written")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
