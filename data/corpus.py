@@ -134,10 +134,9 @@ class _Build:
     catalogue: duckdb.DuckDBPyConnection
     spans: list[Span]
     kept: Kept
+    reading: Reading
     evaluation: Sequence[Set] = ()
     nodes: Nodes | None = None
-    bad_words: Path | None = None
-    quality: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -247,8 +246,9 @@ def build_corpus(
         path = work / CATALOGUE
         spans = _find_spans(read)
         room = _room(spans, memory_limit, workers)
-        most = _max_bytes(read, settings)
-        kept = Kept(out, work, spans, {s.name: key_of(s.sha256, manifest["settings"], most) for s in read})
+        reading = _reading(read, settings, bad_words, quality)
+        keys = {s.name: key_of(s.sha256, manifest["settings"], reading.max_bytes) for s in read}
+        kept = Kept(out, work, spans, keys)
         with (
             open_nodes(ray, work, [source.folder for source in read], room) as nodes,
             passes.duckdb_faults(str(path)),
@@ -268,10 +268,9 @@ def build_corpus(
                 catalogue,
                 spans,
                 kept,
+                reading,
                 evaluation,
                 nodes,
-                bad_words,
-                quality,
             )
             _run_stages(build)
             files = _write_files(build)
@@ -409,33 +408,19 @@ def _timed(build: _Build, stage: str) -> Iterator[None]:
         print(f"{stage:14} {size:,.0f} MB in {seconds:,.1f} s, {size / seconds:,.0f} MB/s", flush=True)
 
 
-def _max_bytes(sources: Sequence[Source], settings: Settings) -> int:
+def _reading(sources: Sequence[Source], s: Settings, bad_words: Path | None, quality: Path | None) -> Reading:
+    most = s.max_bytes
     if sum(source.documents for source in sources) == 1:  # so that both splits get something
-        return min(settings.max_bytes, max(1024, sum(source.bytes for source in sources) // 8))
-    return settings.max_bytes
-
-
-def _reading(build: _Build) -> Reading:
-    s = build.settings
-    return Reading(
-        _max_bytes(build.sources, s),
-        s.shingle_words,
-        s.bands * s.rows,
-        s.detect_language,
-        s.boilerplate > 0,
-        s.fix_text,
-        s.mask_pii,
-        build.bad_words,
-        build.quality,
-    )
+        most = min(most, max(1024, sum(source.bytes for source in sources) // 8))
+    switches = s.detect_language, s.boilerplate > 0, s.fix_text, s.mask_pii
+    return Reading(most, s.shingle_words, s.bands * s.rows, *switches, bad_words, quality)
 
 
 def _read(build: _Build) -> None:
     """Cut and measure every text; the catalogue gets its documents, numbered in the order of the sources."""
-    reading = _reading(build)
     build.kept.restore("read", _numbered(range(len(build.spans))))
     results = build.run(
-        "read", passes.read_texts, ((span, reading) for span in build.spans), [span.bytes for span in build.spans]
+        "read", passes.read_texts, ((span, build.reading) for span in build.spans), [span.bytes for span in build.spans]
     )
     build.catalogue.execute(
         "CREATE TABLE documents (number BIGINT, source VARCHAR, licence VARCHAR, id VARCHAR, title VARCHAR, "
@@ -483,8 +468,7 @@ def _clean(build: _Build) -> None:
                 spans = [i for i, span in enumerate(build.spans) if span.source == source.name]
                 chosen |= _find_boilerplate(build, spans)
         build.kept.restore("clean", _numbered(chosen))
-        reading = _reading(build)
-        tasks = ((build.spans[span], reading, *found) for span, found in chosen.items())
+        tasks = ((build.spans[span], build.reading, *found) for span, found in chosen.items())
         results = build.run("clean", passes.clean_texts, tasks, [build.spans[span].bytes for span in chosen])
         for kind in PRIVATE:
             build.query(
@@ -1039,29 +1023,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.flag(
         "--ray", str, "run on the Ray cluster at HOST:PORT; local starts Ray on this machine", metavar="ADDRESS"
     )
-    args = parser.parse_args(arguments)
-    share, shares = _parse_shares(args.val_share)
-    given = {f.name: getattr(args, f.name) for f in fields(Settings) if f.name not in ("val_share", "val_shares")}
-    settings = Settings(share, shares, **given)
-    memory_limit = parse_bytes(args.memory_limit, "--memory-limit")
-    seconds = build_corpus(
-        args.sources,
-        args.out,
-        settings,
-        args.filters,
-        args.tokenizer,
-        args.workers,
-        memory_limit,
-        show=True,
-        decontaminate=args.decontaminate,
-        ray=args.ray,
-        bad_words=args.bad_words,
-        quality=args.quality,
-    )
-    if not seconds:
-        print(f"{args.out}: already built from these sources with these settings")
-    print(printable((args.out / "report.md").read_text(encoding="utf-8")))
-    print(as_typed(f"next: python -m data.shards --corpus {shlex.quote(str(args.out))} --out shards"))
+    given = vars(parser.parse_args(arguments))
+    share, shares = _parse_shares(given.pop("val_share"))
+    settings = Settings(share, shares, **{f.name: given.pop(f.name) for f in fields(Settings) if f.name in given})
+    memory_limit, out = parse_bytes(given.pop("memory_limit"), "--memory-limit"), given["out"]
+    if not build_corpus(settings=settings, memory_limit=memory_limit, show=True, **given):
+        print(f"{out}: already built from these sources with these settings")
+    print(printable((out / "report.md").read_text(encoding="utf-8")))
+    print(as_typed(f"next: python -m data.shards --corpus {shlex.quote(str(out))} --out shards"))
     return 0
 
 

@@ -20,7 +20,7 @@ import random
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -309,17 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.flag("--max-tokens", defaults.max_tokens, "length in GPT-2's tokens", metavar="N")
     parser.flag("--base-url", HOST, "a mirror", metavar="URL")
     parser.bounds["--rows"] = 1, math.inf
-    args = parser.parse_args(arguments)
-    source = make_source(
-        args.out,
-        bytes=parse_bytes(args.bytes, "--bytes") if args.bytes else None,
-        rows=args.rows,
-        filter=Filter(args.language, args.min_language_score, args.min_score, args.min_tokens, args.max_tokens),
-        folder=args.folder,
-        files=args.files,
-        base_url=args.base_url,
-    )
-    return report(source, "document", passing=REPEATED)
+    given = vars(parser.parse_args(arguments))
+    filter = Filter(**{f.name: given.pop(f.name) for f in fields(Filter)})
+    given["bytes"] = parse_bytes(given["bytes"], "--bytes") if given["bytes"] else None
+    return report(make_source(filter=filter, **given), "document", passing=REPEATED)
 
 
 if __name__ == "__main__":
