@@ -113,6 +113,13 @@ def origins_of(files: Sequence[str | Path], otherwise: tuple[str, str]) -> tuple
     return names, licences
 
 
+def summary_of(files: Sequence[str], otherwise: str, what: str, count: int, held_out: int) -> dict[str, Any]:
+    """The entry "corpus" of a checkpoint's meta: where its `what` are from, by default the built-in ones, and how many
+    there are to learn from and held out."""
+    names, licences = origins_of(files, (otherwise, "MIT"))
+    return {"source": names, "licence": licences, what: count, f"held-out_{what}": held_out}
+
+
 def hold_out(files: Sequence[Sequence[T]], one_in: int = 20) -> tuple[list[T], list[Sequence[T]]]:
     """Training records of all files, and held-out ones by file: the last 1 / `one_in` of each file, and at least one.
     The last records of the joined files would all be of one kind."""

@@ -26,7 +26,7 @@ import numpy as np
 
 from tinyforge import checkpoint
 from tinyforge.backends import Backend
-from tinyforge.data.alpaca import names_of, origins_of
+from tinyforge.data.alpaca import names_of, summary_of
 from tinyforge.data.answers import answered, exact_match
 from tinyforge.data.preferences import Pair, encode_pairs, read_split, world_pairs
 from tinyforge.data.training import input_hashes
@@ -112,13 +112,8 @@ def learn(settings: DpoSettings, base: Opened, resume: bool, ranks: ProcessGroup
         return answered(loaded, next(iter(by_file.values()))[0])
 
     print_schedule(settings, count_of(rows * accum, "pair"), len(data.pairs) / rows / accum, "pairs")
-    sources, licences = origins_of(settings.data, ("the built-in pairs", "MIT"))
-    summary = {
-        "source": sources,
-        "licence": licences,
-        "pairs": len(data.pairs),
-        "held-out_pairs": sum(len(part.pairs) for part in held.values()),
-    }
+    counts = len(data.pairs), sum(len(part.pairs) for part in held.values())
+    summary = summary_of(settings.data, "the built-in pairs", "pairs", *counts)
     task = Task(
         model=model,
         tokenizer=tokenizer,

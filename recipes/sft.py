@@ -23,7 +23,7 @@ if not __package__:
 import numpy as np
 
 from tinyforge import checkpoint
-from tinyforge.data.alpaca import Record, encode_example, names_of, origins_of, read_split
+from tinyforge.data.alpaca import Record, encode_example, names_of, read_split, summary_of
 from tinyforge.data.answers import answered, exact_match, talk_match
 from tinyforge.data.talk import talk
 from tinyforge.data.training import input_hashes
@@ -187,15 +187,8 @@ def fine_tune(
     if not any(held.values()):
         raise UserError(f"data: no held-out record fits {seq_len} tokens; give more records")
 
-    sources, licences = origins_of(settings.data, ("the built-in instructions", "MIT"))
-    summary = [
-        {
-            "source": sources,
-            "licence": licences,
-            "records": len(encoded),
-            "held-out_records": sum(map(len, held.values())),
-        }
-    ]
+    counts = len(encoded), sum(map(len, held.values()))
+    summary = summary_of(settings.data, "the built-in instructions", "records", *counts)
     accum, rows, replayed = settings.grad_accum, settings.batch_size, settings.replayed_rows
     source: Batches = data
     if shards := open_replay(settings, base):
@@ -235,7 +228,7 @@ def fine_tune(
     meta = {
         "kind": "sft",
         "data_hash": fingerprint(stream) + (shards.hash if shards else ""),
-        "corpus": summary,
+        "corpus": [summary],
         "inputs": input_hashes(settings.data),
         **stages_before(base, resumed=resume and not adapters),
         **run_metadata(loaded, base, backend, settings),
