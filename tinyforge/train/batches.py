@@ -306,6 +306,7 @@ class MixedTokens:
         return {s.name: windows * w / total / s.windows for s, w in zip(self.sources, self.weights, strict=True)}
 
 
+@dataclass(eq=False)
 class Examples:
     """Prompts with replies, packed into rows one after the other, like the turns of a conversation.
 
@@ -316,21 +317,15 @@ class Examples:
     restart: None, or each example sees only itself, and restart says whether its positions restart too.
     """
 
-    def __init__(
-        self,
-        examples: Sequence[tuple[list[int], int]],
-        seq_len: int,
-        heads: int,
-        seed: int,
-        restart: bool | None = None,
-    ) -> None:
-        if not examples:
+    examples: Sequence[tuple[list[int], int]]
+    seq_len: int
+    heads: int
+    seed: int
+    restart: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not self.examples:
             raise UserError("no example left to train on; check that the records have replies and fit --seq-len")
-        self.examples = examples
-        self.seq_len = seq_len
-        self.heads = heads
-        self.seed = seed
-        self.restart = restart
         self._ends: dict[int, list[int]] = {}  # by batch size: the number of batches up to the end of each epoch
         self._dealt: tuple[int, list[list[int]]] = (-1, [])
 
