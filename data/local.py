@@ -438,11 +438,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.flag("--out", Path, "folder for the source", required=True, metavar="DIR")
     parser.flag("--name", str, "of the source, also used in file names (default: the name of the folder --out)")
     parser.add_argument("--licence", default="not stated", help="licence of the texts, for the catalogue")
-    parser.add_argument(
-        "--column",
-        default=PARQUET_COLUMN,
-        help=f"name or path (page.text) of the text in JSON, tables and parquet (default {PARQUET_COLUMN})",
-    )
+    parser.flag("--column", PARQUET_COLUMN, "name or path (page.text) of the text in JSON, tables and parquet")
     parser.flag("--encoding", "utf-8", "of text files")
     args = parser.parse_args(arguments)
     source = make_source(args.out, args.inputs, args.name, args.licence, args.column, args.encoding)

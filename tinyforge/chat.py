@@ -278,9 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, meaning in SETTINGS.items():
         default = getattr(DEFAULTS, name)
         own = "the model's, else " if name in FIELDS.values() else ""
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", type=type(default), help=f"{meaning} (default: {own}{default})"
-        )
+        parser.flag(f"--{name.replace('_', '-')}", type(default), f"{meaning} (default: {own}{default})")
     args = parser.parse_args(argv)
     given = {name: value for name in SETTINGS if (value := getattr(args, name)) is not None}
     dataclasses.replace(DEFAULTS, **given)  # reports a wrong value before the model is loaded

@@ -7,22 +7,17 @@ given. An address cannot be rebound.
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Iterable
 from ipaddress import ip_address
 
+from tinyforge.errors import Parser
+
 REFUSED = "the Host header names another server; --allow-host NAME allows a name"
 
 
-def add_allow_host_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a further host name of this server; * for any",
-    )
+def add_allow_host_flag(parser: Parser) -> None:
+    parser.flag("--allow-host", [], "a further host name of this server; * for any", action="append", metavar="NAME")
 
 
 def is_allowed(header: str, names: Iterable[str]) -> bool:

@@ -9,7 +9,6 @@ began.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tinyforge.errors import UserError
+from tinyforge.errors import Parser, UserError
 
 NOISE = " +-"  # after a score's name: its standard error, or its spread over seeds
 
@@ -35,14 +34,9 @@ def figure(value: float) -> str:
     return f"{value:,.3f}" if abs(value) >= 0.1 or value == 0 else f"{value:.3g}"
 
 
-def add_json_flag(p: argparse.ArgumentParser) -> None:
-    p.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="all figures as JSON to FILE; without FILE to stdout, and the table to stderr",
-    )
+def add_json_flag(p: Parser) -> None:
+    what = "all figures as JSON to FILE; without FILE to stdout, and the table to stderr"
+    p.flag("--json", str, what, nargs="?", const="-", metavar="FILE")
 
 
 def check_before(target: str | None, peer: str | None = None) -> None:

@@ -51,12 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "owner/name[@revision] on the Hugging Face hub, or a model of the repository: small, storyteller",
     )
     parser.add_argument("target", metavar="DST", help="the directory, or the .gguf or .bin file, to write")
-    parser.add_argument(
-        "--format",
-        choices=list(FORMATS),
-        default="",
-        help="format of DST (default: by its suffix, .gguf or .bin for llama2c, else hf)",
-    )
+    formats = "format of DST (default: by its suffix, .gguf or .bin for llama2c, else hf)"
+    parser.flag("--format", str, formats, default="", choices=list(FORMATS))
     parser.add_argument(
         "--type",
         "--dtype",
