@@ -24,7 +24,7 @@ from tinyforge.tokenizers.load import NAMES
 from tinyforge.tokenizers.pieces import PATTERNS, to_utf8
 from tinyforge.tokenizers.sentencepiece import SentencePiece, write_llama2c
 from tinyforge.tokenizers.template_formats import jinja, modelfile
-from tinyforge.tokenizers.vocabulary import ENDS, TextTokenizer, id_of
+from tinyforge.tokenizers.vocabulary import ENDS, TextTokenizer, id_of, texts_by_id
 
 CONFIG, TEMPLATE, MAP = "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"
 ADDED = "added_tokens.json"
@@ -244,7 +244,7 @@ def _of_gguf(path: Path, tokenizer: TextTokenizer) -> ChatTemplate:
     start = f"{TEMPLATE_KEY}."
     sources = {key.removeprefix(start): text for key, text in stored.items() if key.startswith(start)}
     sources |= {"default": stored[TEMPLATE_KEY]} if TEMPLATE_KEY in stored else {}
-    texts = _texts(tokenizer)
+    texts = texts_by_id(tokenizer)
     ids = {name: stored.get(f"{PREFIX}{GGUF_IDS.get(name, name)}_id") for name in TOKENS}
     ends = [stored.get(f"{PREFIX}{name}_token_id") for name in GGUF_ENDS]
     return ChatTemplate(
@@ -263,11 +263,6 @@ def ends_of(tokenizer: TextTokenizer, template: AnyTemplate, tuned: bool) -> lis
     else:
         ends = [id_of(tokenizer, text) for text in (*template.ends, *ENDS)]
     return list(dict.fromkeys(id for id in ends if id is not None))
-
-
-def _texts(tokenizer: TextTokenizer) -> dict[int, str]:
-    """The text of each special and user-defined token, by its id."""
-    return {id: text for text, id in [*tokenizer.user_defined.items(), *tokenizer.specials.items()]}
 
 
 def special_ids(
@@ -296,7 +291,7 @@ def write_for_huggingface(
     """Write tokenizer.json, tokenizer_config.json and the chat template, if any; nothing for `Labels`."""
     if isinstance(tokenizer, Labels | Ids):
         return
-    texts = _texts(tokenizer)
+    texts = texts_by_id(tokenizer)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
@@ -354,7 +349,7 @@ def write_published(
     if tuned and ends:
         if sources_of(template, bos=False) != sources_of(template_in(published, tokenizer), bos=False):
             _replace_template(files, sources_of(template, bos=tokenizer.bos is not None))
-        end = _texts(tokenizer).get(ends[0])
+        end = texts_by_id(tokenizer).get(ends[0])
         for name in {CONFIG, MAP} & files.keys():
             config = parse_json(files[name], published / name, "the tokenizer's config", digits=MORE_DIGITS)
             if end is not None and text_of(config.get("eos_token")) != end:
@@ -428,7 +423,7 @@ def write_modelfile(
     Raises UserError where it cannot be written.
     """
     if isinstance(template, ChatTemplate):
-        stops = [text for id, text in sorted(_texts(tokenizer).items()) if id in ends]
+        stops = [text for id, text in sorted(texts_by_id(tokenizer).items()) if id in ends]
     else:
         stops = [text for text in template.ends if id_of(tokenizer, text) is not None]
     own = None if isinstance(template, ChatTemplate) else template

@@ -52,7 +52,7 @@ from tinyforge.tokenizers import thoughts
 from tinyforge.tokenizers.chat_templates import AnyTemplate, ChatTemplate
 from tinyforge.tokenizers.template_formats import jinja
 from tinyforge.tokenizers.tool_calls import learn
-from tinyforge.tokenizers.vocabulary import start_ids
+from tinyforge.tokenizers.vocabulary import start_ids, texts_by_id
 from tinyforge.tokenizers.wordpiece import CLS, SEP
 
 LABELS = {"/", *(e.path for e in ENDPOINTS)}
@@ -348,8 +348,8 @@ class App:
         """For llama.cpp's web client, which asks at start for the context, the sampling defaults and the template."""
         default, most = self.default, min(self.limits.max_tokens, self.default.max_tokens)
         most = most if most < self.context else -1
-        texts = {i: text for text, i in {**self.tokenizer.user_defined, **self.tokenizer.specials}.items()}
-        bos, ends = self.tokenizer.bos, sorted(texts[i] for i in self.stop_ids if i in texts)
+        bos, texts = self.tokenizer.bos, texts_by_id(self.tokenizer)
+        ends = sorted(texts[i] for i in self.stop_ids if i in texts)
         return json_response(
             {
                 "default_generation_settings": {

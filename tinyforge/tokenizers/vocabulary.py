@@ -66,6 +66,11 @@ def id_of(tokenizer: TextTokenizer, text: object) -> int | None:
     return tokenizer.specials.get(text, tokenizer.user_defined.get(text)) if isinstance(text, str) else None
 
 
+def texts_by_id(tokenizer: TextTokenizer) -> dict[int, str]:
+    """The text of each special and user-defined token, by its id."""
+    return {id: text for text, id in [*tokenizer.user_defined.items(), *tokenizer.specials.items()]}
+
+
 class Vocabulary:
     """The tokens of a tokenizer: their bytes by id, the special ones, and the file format."""
 

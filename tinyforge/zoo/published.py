@@ -30,6 +30,7 @@ from tinyforge.terminal import one_line
 from tinyforge.tokenizers import TextTokenizer
 from tinyforge.tokenizers.chat_templates import AnyTemplate, ChatTemplate
 from tinyforge.tokenizers.ids import Ids
+from tinyforge.tokenizers.vocabulary import texts_by_id
 
 KINDS = {"Tokenizer": "byte-level BPE", "SentencePiece": "SentencePiece", "WordPiece": "WordPiece"}
 EXCERPT = 200  # characters of a chat template
@@ -154,8 +155,7 @@ def _text_lines(found: Described, config: dict[str, Any]) -> Iterator[tuple[str,
     else:
         yield "template", f"{template.name}, built in"
     if template is not None and template.name != "plain":
-        texts = {id: text for text, id in {**tokenizer.user_defined, **tokenizer.specials}.items()}
-        ends = sorted(template.stop_ids(tokenizer))
+        texts, ends = texts_by_id(tokenizer), sorted(template.stop_ids(tokenizer))
         yield "ends of text", ", ".join(f"{texts.get(id, '')} ({id})".strip() for id in ends)
 
 
