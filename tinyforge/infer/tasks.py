@@ -97,14 +97,9 @@ def mean_error(values: Sequence[float]) -> float:
 
 def run_task(scorer: Scorer, items: Sequence[Item], done: Callable[[int], object] = lambda count: None) -> Result:
     """Score the items, all of one kind. done is called with the number of texts finished since its last call."""
-    first = items[0]
-    if isinstance(first, Choice):
-        return _choices(scorer, items, done)  # type: ignore[arg-type]
-    if isinstance(first, LastWord):
-        return _last_words(scorer, items, done)  # type: ignore[arg-type]
-    if isinstance(first, Passage):
-        return _passages(scorer, items, done)  # type: ignore[arg-type]
-    return _problems(scorer.model, scorer.tokenizer, items, done)  # type: ignore[arg-type]
+    scored_as: dict[type, Callable[..., Result]]
+    scored_as = {Choice: _choices, LastWord: _last_words, Passage: _passages, Problem: _problems}
+    return scored_as[type(items[0])](scorer, items, done)
 
 
 def texts_of(items: Sequence[Item]) -> int:
@@ -207,15 +202,11 @@ def prompt_ids(tokenizer: TextTokenizer, problem: Problem, most: int) -> tuple[l
     return ids[-most:], -1
 
 
-def _problems(
-    model: CausalLM, tokenizer: TextTokenizer, items: Sequence[Problem], done: Callable[[int], object]
-) -> Result:
+def _problems(scorer: Scorer, items: Sequence[Problem], done: Callable[[int], object]) -> Result:
+    model, tokenizer = scorer.model, scorer.tokenizer
     longest = min(LONGEST_ANSWER, model.config.context // 2)
-    prompts, shots = [], []
-    for item in items:
-        ids, shown = prompt_ids(tokenizer, item, model.config.context - longest)
-        prompts.append(ids)
-        shots.append(shown)
+    asked = [prompt_ids(tokenizer, item, model.config.context - longest) for item in items]
+    prompts, shots = zip(*asked, strict=True)
     answers = answer_all(model, tokenizer, prompts, longest, done)
     right: dict[str, list[float]] = {"exact_match_strict": [], "exact_match_flexible": []}
     for item, text in zip(items, answers, strict=True):
