@@ -58,14 +58,9 @@ def held_out_word(word: str) -> bool:
     return zlib.crc32(f"word {word}".encode()) % 8 == 0
 
 
-def _names(ends: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
-    names = (start + end for start in NAME_STARTS for end in ends)
-    return tuple(name for name in names if held_out_word(name) == held_out)
-
-
-def _things(ends: tuple[str, ...], held_out: bool) -> tuple[str, ...]:
-    things = (f"{start} {end}" for start in THING_STARTS for end in ends)
-    return tuple(thing for thing in things if held_out_word(thing) == held_out)
+def _joined(starts: Sequence[str], ends: Sequence[str], between: str, held_out: bool) -> tuple[str, ...]:
+    words = (f"{start}{between}{end}" for start in starts for end in ends)
+    return tuple(word for word in words if held_out_word(word) == held_out)
 
 
 FOODS = tuple("apple pear plum bun cake pie egg nut carrot cookie lemon banana".split())
@@ -145,10 +140,10 @@ def _words(held_out: bool) -> Words:
     numbers = range(LARGEST + 1)
     pairs = [(a, b) for a in numbers for b in numbers if held_out_pair(a, b) == held_out]
     return Words(
-        girls=_names(GIRL_ENDS, held_out),
-        boys=_names(BOY_ENDS, held_out),
-        toys=_things(TOY_ENDS, held_out),
-        things=_things(THING_ENDS, held_out),
+        girls=_joined(NAME_STARTS, GIRL_ENDS, "", held_out),
+        boys=_joined(NAME_STARTS, BOY_ENDS, "", held_out),
+        toys=_joined(THING_STARTS, TOY_ENDS, " ", held_out),
+        things=_joined(THING_STARTS, THING_ENDS, " ", held_out),
         sums=tuple((a, b) for a, b in pairs if a + b <= LARGEST and 1 <= b <= LARGEST_STEP),
         comparisons=tuple((a, b) for a, b in pairs if a != b),
     )
