@@ -208,21 +208,15 @@ def add_checkpoint_flag(p: Parser) -> None:
 
 def add_computing_flags(p: Parser) -> None:
     """--backend, --precision and --weights, of what decodes."""
-    backends = "numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto (default: %(default)s)"
-    p.add_argument("--backend", default="numpy", help=backends)
+    p.flag("--backend", "numpy", "numpy, cupy (an NVIDIA GPU), webgpu (any GPU), or auto")
     p.flag("--precision", "fp32", "fp32, and on a GPU tf32 or bf16")
     add_weights_flag(p)
 
 
 def add_weights_flag(p: Parser) -> None:
     """--weights, for `Opened.build`."""
-    p.add_argument(
-        "--weights",
-        default="",
-        choices=KINDS,
-        help="store matrices in one byte per weight, or with int4 in four bits: less memory, and faster where "
-        "a decoder reads codes (default: as --precision says)",
-    )
+    what = "store matrices in one byte per weight, or with int4 in four bits: less memory, and faster where a decoder "
+    p.flag("--weights", str, f"{what}reads codes (default: as --precision says)", default="", choices=KINDS)
 
 
 def add_template_flag(p: Parser) -> None:
