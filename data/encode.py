@@ -28,8 +28,7 @@ def read_texts(files: Sequence[Path], skip: int = 0, below: str | None = None) -
         with reading(file, "run python -m data.corpus again"), connect(threads=1) as connection:
             connection.execute(f"SELECT text FROM {scan(file)} {where} OFFSET {begun}")
             while batch := connection.fetchmany(ROWS):
-                for (text,) in batch:
-                    yield text
+                yield from (text for (text,) in batch)
 
 
 def unread(files: Sequence[Path], skip: int) -> Iterator[tuple[Path, int]]:

@@ -31,6 +31,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -239,9 +240,7 @@ class TokenSequence:
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._parts = [_map_ids(path) for path in paths]
-        self._starts = [0]
-        for part in self._parts:
-            self._starts.append(self._starts[-1] + len(part))
+        self._starts = list(accumulate(map(len, self._parts), initial=0))
 
     def __len__(self) -> int:
         return self._starts[-1]
