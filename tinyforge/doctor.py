@@ -25,7 +25,7 @@ from tinyforge.backends.machine_code import missing
 from tinyforge.backends.numpy_backend import KERNELS, blas_kernels
 from tinyforge.backends.workers import cores
 from tinyforge.errors import Parser, UserError, first_line, run_command
-from tinyforge.requirements import CORE, OLDEST_PYTHON, needs
+from tinyforge.requirements import CORE, OLDEST_PYTHON, needs, version_of
 
 OLDEST_COMPUTE = 80  # bf16 tensor cores and asynchronous copies: sm_80, Ampere
 
@@ -42,13 +42,6 @@ class Finding:
     def __str__(self) -> str:
         mark = {True: "ok", False: "MISSING", None: "-"}[self.ok]
         return f"{mark:<8} {self.what:<12} {self.found}" + (f"  ->  {self.fix}" if self.fix else "")
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def cpu() -> list[Finding]:

@@ -42,6 +42,16 @@ def not_installed(absent: list[str], root: Path) -> str:
     return f"{names} {verb} not installed for {sys.executable}; type: {install_line(root, absent)}"
 
 
+def version_of(package: str) -> str | None:
+    """The installed version of a package; None where it is not installed."""
+    from importlib import metadata  # takes as long as a third of NumPy
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def needs(what: str, package: str, extra: str) -> str:
     """The message for a package of one of tinyforge's extras. what: that which is not possible without it."""
     return f"{what} needs the package {package}; run pip install {what_brings(extra)}"
@@ -52,7 +62,7 @@ def what_brings(extra: str, root: Path = ROOT) -> str:
     which belongs to another project on PyPI."""
     if (root / "pyproject.toml").exists():
         return f'-e "{"." if root == Path.cwd() else root}[{extra}]"'
-    from importlib import metadata  # takes as long as a third of NumPy
+    from importlib import metadata
 
     listed = (line.partition(";") for line in metadata.requires("tinyforge") or ())
     own = re.compile(rf"extra == ['\"]{extra}['\"]")

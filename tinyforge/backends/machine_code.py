@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyforge.requirements import what_brings
+from tinyforge.requirements import version_of, what_brings
 
 KEPT = 4
 """Files that are kept of the same types, the newest."""
@@ -62,9 +62,7 @@ def folder() -> Path:
 
 def missing() -> str:
     """Why no code can be made here; "" where it can."""
-    try:
-        version = importlib.metadata.version("numba")
-    except importlib.metadata.PackageNotFoundError:
+    if (version := version_of("numba")) is None:
         return f"numba is not installed: pip install {what_brings('fast')}"
     if tuple(map(int, version.split(".")[:2])) < OLDEST:
         return f"numba {version} is too old: pip install --upgrade numba"

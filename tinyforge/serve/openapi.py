@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from contextlib import suppress
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
+from tinyforge.requirements import version_of
 from tinyforge.serve.routes import ENDPOINTS, Endpoint
 
 
@@ -40,16 +39,13 @@ def description(model: str, key: bool) -> dict[str, Any]:
     for schema in schemas["$defs"].values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"enum": [model, None], "description": "May be left out."}
-    version = "0"
-    with suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("tinyforge")
     paths = {e.path: {e.method.lower(): _operation(e)} for e in ENDPOINTS if e.summary}
     components: dict[str, Any] = {"schemas": {**schemas["$defs"], "Error": ERROR}}
     if key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return {
         "openapi": "3.1.0",
-        "info": {"title": f"tinyforge, serving {model}", "version": version},
+        "info": {"title": f"tinyforge, serving {model}", "version": version_of("tinyforge") or "0"},
         "paths": paths,
         "components": components,
         **({"security": [{"key": []}]} if key else {}),
