@@ -37,7 +37,8 @@
 #
 #   --mix wikipedia=41 gutenberg=18 simple=16 web=12 textbooks=3 tinystories=4 questions=6
 #
-# With `--config large --minutes 19` it made 17,075 steps, with 11.6 GB.
+# With `--config large --minutes 19` it made 17,075 steps, with 11.6 GB. docs/results/fast.md has flags of `--config fast` and
+# $VOCABULARY for the same minutes and fewer bits per byte.
 #
 # sft made its 420 steps in 20 s, dpo its 64 in 10, and grpo 148 in 136 (`--minutes 2.2`). The other flags below are those of
 # that run. A third of the sums to fine-tune on is worked out: docs/alignment.md says why.
