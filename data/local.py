@@ -59,10 +59,10 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     it cannot be read."""
     if os.path.isdir(path):
         raise UserError(f"{path}: got a folder, expected a file; name the files in it")
-    packing = path.suffix.lower()
+    packing = suffix if (suffix := path.suffix.lower()) in readers.PACKED else ""
     try:
-        with opening(path), readers.unpacked(path, packing if packing in readers.PACKED else "") as file:
-            raw = readers.read_piece(file) if packing in readers.PACKED else file.read()
+        with opening(path), readers.unpacked(path, packing) as file:
+            raw = readers.read_piece(file) if packing else file.read()
     except BadRecord as fault:
         raise UserError(f"{path}: {fault}") from None
     return decode_text(raw, encoding, str(path))
