@@ -185,11 +185,11 @@ class Branch:
 
 class AttentionContext(NamedTuple):
     """What attention knows of a pass besides its input. cache: the keys and values of earlier positions. offset: the
-    number of these positions. starts: first position of each token's document, (B, T). lengths: see `Attention`. ids:
-    the tokens, (B, T), for value embeddings; order: see `Embedding`."""
+    number of these positions, or each token's own position, (T,). starts: first position of each token's document, (B,
+    T). lengths: see `Attention`. ids: the tokens, (B, T), for value embeddings; order: see `Embedding`."""
 
     cache: LayerCache | None = None
-    offset: int = 0
+    offset: Any = 0
     starts: Array | None = None
     lengths: Array | None = None
     ids: Array | None = None
@@ -240,7 +240,7 @@ class SelfAttention(Branch):
         assert ids is not None
         return self.values.forward(qkv, x, ids, stash, out=qkv, order=context.order)
 
-    def rotated(self, h: Any, stash: Stash | None, offset: int) -> Array:
+    def rotated(self, h: Any, stash: Stash | None, offset: Any) -> Array:
         """q, k and v after RoPE."""
         if self.rope is not None and not self.head_norms:
             return self.rope.after(self.qkv, h, stash, offset=offset)
@@ -254,7 +254,7 @@ class SelfAttention(Branch):
         """Append keys and values to the cache, and compute nothing else."""
         assert context.cache is not None
         _, k, v = split(self.project(h, None, context), self.attention.heads)
-        context.cache.append(k, v)
+        context.cache.append(k, v, None)
 
     def backward(self, dy: Any, stash: Stash) -> Array:
         da = self.out.backward(self.leave(dy, stash), stash)  # (B, T, Hq D)

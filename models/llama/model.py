@@ -117,7 +117,9 @@ class LlamaLike(Model):
         if self.embedding_norm:
             x = self.embedding_norm.forward(x, stash)
         if self.smear:
-            x = self.smear.forward(x, stash, starts=starts, previous=cache.previous(x) if cache else None)
+            previous = cache.previous(x) if cache else None
+            texts = x if previous is None else x.reshape(len(previous), -1, x.shape[2])
+            x = self.smear.forward(texts, stash, starts=starts, previous=previous).reshape(x.shape)
         stream = ResidualStream(x)
         for i, layer in enumerate(self.layers):
             context = AttentionContext(cache.layer(i) if cache else None, offset, starts, ids=ids, order=order)

@@ -17,6 +17,7 @@ from tinyforge.data.world import documents, instructions
 from tinyforge.formats import Loaded, load
 from tinyforge.infer import evaluate
 from tinyforge.infer.choose import make_decoder
+from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.evaluate import (
     NEIGHBOURS,
     Reply,
@@ -240,27 +241,29 @@ def test_replies_side_by_side_are_those_one_by_one(tiny: NanoEuler, sampling: Sa
     end = whole[0][5]
     expected = [(ids[: ids.index(end)], True) if end in ids else (ids, False) for ids in whole]
     one = reply_to(tiny, prompts, sampling, frozenset({end}), reply_decoder(tiny, len(prompts)))
-    assert one == expected == reply_to(tiny, prompts, sampling, frozenset({end}), make_decoder(tiny, 3))
+    for several in (make_decoder(tiny, 3), ReferenceDecoder(tiny, 3, together=True)):
+        assert one == expected == reply_to(tiny, prompts, sampling, frozenset({end}), several)
     assert one[0][1] and not all(ended for _, ended in one)
     assert len(one[4][0]) <= TINY.context - 60
 
 
 @pytest.mark.parametrize(
-    ("backend", "draws", "prompts", "rows"),
+    ("backend", "draws", "whole", "prompts", "rows"),
     [
-        ("cupy", True, 200, 50),
-        ("cupy", True, 64, 64),
-        ("cupy", True, 65, 33),
-        ("cupy", True, 1, 1),
-        ("cupy", False, 200, 1),
-        ("numpy", True, 200, 1),
+        ("cupy", True, None, 200, 50),
+        ("cupy", True, None, 64, 64),
+        ("cupy", True, None, 65, 33),
+        ("cupy", True, None, 1, 1),
+        ("cupy", False, None, 200, 1),
+        ("cupy", False, "a cache of all rows", 200, 50),
+        ("numpy", True, None, 200, 1),
     ],
 )
-def test_rows_side_by_side_only_where_the_decoder_draws_for_them(
-    monkeypatch: pytest.MonkeyPatch, backend: str, draws: bool, prompts: int, rows: int
+def test_rows_side_by_side_only_where_a_pass_takes_all_of_them(
+    monkeypatch: pytest.MonkeyPatch, backend: str, draws: bool, whole: Any, prompts: int, rows: int
 ) -> None:
     def fake(model: Any, batch: int = 1) -> Any:
-        return SimpleNamespace(batch=batch, draws=lambda sampling: draws)
+        return SimpleNamespace(batch=batch, draws=lambda sampling: draws, whole=whole)
 
     monkeypatch.setattr(evaluate, "make_decoder", fake)
     model: Any = SimpleNamespace(backend=SimpleNamespace(name=backend))

@@ -11,7 +11,7 @@ import pytest
 
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
-from tinyforge.infer import Sampling, generate, logits, make_decoder
+from tinyforge.infer import Sampling, cache, generate, logits, make_decoder
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.trace import attention_ops, trace
@@ -49,6 +49,41 @@ def test_decoders_continue_as_the_plain_forward_does(model: CausalLM) -> None:
             if start < end:
                 first = decoder.first(ids[0, start:end].tolist())
                 np.testing.assert_allclose(first[0, 0, 0], expected[0, end - 1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_of_unequal_lengths_in_one_pass_are_those_one_by_one(model: CausalLM, monkeypatch: Any) -> None:
+    """Four rows, one of which waits, one that is full, one that begins again; and a cache that grows."""
+    monkeypatch.setattr(cache, "FIRST_POSITIONS", 2)
+    c, rng = model.config, np.random.default_rng(1)
+    one_by_one, together = (ReferenceDecoder(model, 4, together=how) for how in (False, True))
+    assert (together.whole is not None) == isinstance(model.make_cache(1, 1), cache.KVCache)
+    if together.whole is None:
+        return
+    text = rng.integers(0, c.vocab, c.context).tolist()
+    decoders = one_by_one, together
+    for decoder in decoders:
+        decoder.prefill(1, text[: c.context // 2])
+        decoder.prefill(3, text)
+        decoder.prefill(2, text[: c.context // 3])
+    for count in range(min(c.context - c.context // 2, 9)):
+        if count == 3:
+            for decoder in decoders:
+                decoder.rewind_row(2, 0)
+        rows = [0, 1] if count % 3 == 2 else [0, 1, 2]
+        tokens = rng.integers(0, c.vocab, (len(rows), 1))
+        expected, found = (decoder.step_rows(rows, tokens, c.prediction_heads).copy() for decoder in decoders)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+        assert one_by_one.lengths == together.lengths
+    for decoder in decoders:
+        decoder.rewind_row(3, c.context - 1)
+    expected, found = (decoder.step_rows([3], [text[-1:]]) for decoder in decoders)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
+    if together.lengths[1] > 1:
+        saved = together.saved(1, 1)
+        together.rewind_row(1, 1)
+        together.restore(1, saved, one_by_one.lengths[1])
+        assert together.lengths == one_by_one.lengths
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -246,8 +246,8 @@ class Prefix:
     def __init__(self, k: Array, v: Array) -> None:
         self.k, self.v = k, v
 
-    def append(self, k: Array, v: Array) -> tuple[Array, Array]:
-        return np.concatenate([self.k, k], axis=1), np.concatenate([self.v, v], axis=1)
+    def append(self, k: Array, v: Array, window: int | None) -> tuple[Array, Array, None]:
+        return np.concatenate([self.k, k], axis=1), np.concatenate([self.v, v], axis=1), None
 
 
 @pytest.mark.parametrize("queries", [1, 5, TILE, TILE + 30])

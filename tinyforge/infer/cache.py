@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from tinyforge.backends import Backend
 from tinyforge.kernel import Array
 
@@ -45,13 +47,13 @@ class LayerCache(NamedTuple):
     def length(self) -> int:
         return self.cache.length
 
-    def append(self, k: Array, v: Array) -> tuple[Array, Array]:
+    def append(self, k: Array, v: Array, window: int | None) -> tuple[Array, Array, None]:
         """Append k, v of the next T positions, (B, T, Hkv, D); returns those of all S positions, (B, S, Hkv, D)."""
         start, end = self.length, self.length + k.shape[1]
         self.cache.make_room(end)
         keys, values = self.cache.keys[self.layer], self.cache.values[self.layer]
         keys[:, start:end], values[:, start:end] = k, v
-        return keys[:, :end], values[:, :end]
+        return keys[:, :end], values[:, :end], None
 
 
 class KVCache:
@@ -74,12 +76,13 @@ class KVCache:
         shapes = {"keys": (layers, (kv_heads, head_dim)), "values": (layers, (kv_heads, head_dim))}
         shapes |= {"inputs": (1, (width,))} if width else {}
         self._names = tuple(shapes)
-        self._empty = lambda name, room: backend.empty((shapes[name][0], batch, room, *shapes[name][1]))
+        # Zeros, as rows of unequal lengths read, and multiply by 0, what is after their ends.
+        self._empty = lambda name, room: backend.zeros((shapes[name][0], batch, room, *shapes[name][1]))
         room = min(capacity, FIRST_POSITIONS)
         self.keys, self.values = self._empty("keys", room), self._empty("values", room)
         if width:
             self.inputs = self._empty("inputs", room)
-        self.capacity = capacity
+        self.backend, self.batch, self.capacity = backend, batch, capacity
         self.length = 0
 
     def layer(self, layer: int) -> LayerCache:
@@ -97,10 +100,10 @@ class KVCache:
         """Make room for so many positions: a long context costs what is used of it. The room at least doubles."""
         if positions <= self.keys.shape[2] or positions > self.capacity:
             return
-        room, here = min(self.capacity, max(positions, 2 * self.keys.shape[2])), slice(0, self.length)
+        room = min(self.capacity, max(positions, 2 * self.keys.shape[2]))
         for name in self._names:
             larger, old = self._empty(name, room), getattr(self, name)
-            larger[:, :, here] = old[:, :, here]
+            larger[:, :, : old.shape[2]] = old
             setattr(self, name, larger)
 
     def advance(self, count: int) -> None:
@@ -125,6 +128,97 @@ class KVCache:
         for name, rows in zip(self._names, saved, strict=True):
             getattr(self, name)[:, :, here] = rows
         self.advance(count)
+
+
+class OneRow(KVCache):
+    """A row of a `KVCache` of several, with a length of its own."""
+
+    def __init__(self, cache: KVCache, row: int) -> None:
+        self.whole, self.row, self.capacity, self.length = cache, row, cache.capacity, 0
+        self._names = cache._names
+
+    def __getattr__(self, name: str) -> Array:
+        """keys, values and inputs."""
+        return getattr(self.whole, name)[:, self.row : self.row + 1]
+
+    def make_room(self, positions: int) -> None:
+        self.whole.make_room(positions)
+
+
+class Rows:
+    """A pass over the next token of each row of a `KVCache`, as if they were a text of B tokens: ids (1, B).
+
+    The difference shows only where the tokens of a text meet: in attention, and in what reads the token before.
+    lengths: the positions that each row holds, (B,). takes_part: (B,). A row that does not take part is computed all
+    the same, and written where nothing is read: so a row has the same place in every pass, and its results do not
+    depend on the other rows.
+    length: the tokens' positions, (B,) on the device.
+    """
+
+    def __init__(self, cache: KVCache, lengths: np.ndarray, takes_part: np.ndarray) -> None:
+        cache.make_room(int(lengths.max()) + 1)
+        self.cache, self.room = cache, cache.keys.shape[2]
+        self.used, self.first = np.where(takes_part, lengths, 0), np.arange(len(lengths)) * self.room
+        asarray = self.asarray = cache.backend.asarray
+        self.most, self.length = int(self.used.max()) + 1, asarray(self.used)
+        self.places = asarray(self.first + np.where(takes_part, lengths, self.room - 1))
+        self.beginning = np.flatnonzero(self.used == 0)
+        self._seen = dict[int | None, tuple[Any, Array]]()
+
+    def layer(self, layer: int) -> LayerOfRows:
+        return LayerOfRows(self, layer)
+
+    def seen(self, window: int | None) -> tuple[Any, Array]:
+        """The places of the positions that each row's token may see, (B, S), or None for the first `most` of its row;
+        and how many of them it sees, (B,)."""
+        if window is not None and window >= self.most:
+            window = None
+        if window not in self._seen:
+            ends, places = self.used + 1, None
+            if window is not None:
+                firsts = np.maximum(ends - window, 0)[:, None]
+                places, ends = self.asarray(self.first[:, None] + firsts + np.arange(window)), np.minimum(ends, window)
+            self._seen[window] = places, self.asarray(ends)
+        return self._seen[window]
+
+    def previous(self, x: Array) -> Array:
+        """As of `KVCache`: x, (1, B, width); returns (B, width), zeros at the beginning of a row."""
+        rows = by_place(self.cache.inputs[0])
+        rows[self.places] = bits(x[0])
+        found = rows[self.places - 1]
+        if self.beginning.size:
+            found[self.asarray(self.beginning)] = 0
+        return found.view(x.dtype)
+
+    def advance(self, count: int) -> None:
+        """The caller counts: it knows which rows took part."""
+
+
+class LayerOfRows(NamedTuple):
+    """The part of a `Rows` that one layer's attention reads and writes."""
+
+    rows: Rows
+    layer: int
+
+    def append(self, k: Array, v: Array, window: int | None) -> tuple[Array, Array, Array]:
+        """Append k, v of each row's next position, (1, B, Hkv, D). Returns those that its query may see, (B, S, Hkv,
+        D), and how many of them it sees, (B,)."""
+        (places, ends), cache, found = self.rows.seen(window), self.rows.cache, []
+        for held, new in ((cache.keys[self.layer], k), (cache.values[self.layer], v)):
+            rows = by_place(held)
+            rows[self.rows.places] = bits(new[0])
+            found.append(held[:, : self.rows.most] if places is None else rows[places].view(k.dtype))
+        return found[0], found[1], ends
+
+
+def bits(x: Array) -> Array:
+    """x as integers, which CuPy copies by index in every precision."""
+    return x.view(f"u{x.itemsize}")
+
+
+def by_place(held: Array) -> Array:
+    """(B, room, ...) to (B room, ...), the bits of each row's positions one after the other."""
+    return bits(held).reshape(-1, *held.shape[2:])
 
 
 class StateCache:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tinyforge.infer.cache import KVCache, OneRow, Rows
 from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
@@ -184,12 +185,25 @@ class Decoder(ABC):
 
 
 class ReferenceDecoder(Decoder):
-    """`model.hidden` row by row, each with its own cache: for every model, and the reference for the other decoders."""
+    """`model.hidden` row by row, each with its own cache: for every model, and the reference for the other decoders.
 
-    def __init__(self, model: CausalLM, batch: int = 1, capacity: int | None = None) -> None:
+    together: whether a step of one token passes over all rows at once; only with keys and values as caches. On a CUDA
+    GPU unless told otherwise, where a pass costs its launches, whatever the number of rows.
+    """
+
+    def __init__(
+        self, model: CausalLM, batch: int = 1, capacity: int | None = None, *, together: bool | None = None
+    ) -> None:
         super().__init__(model, batch, capacity)
         self.model = model
-        self.caches = [model.make_cache(1, self.capacity) for _ in range(batch)]
+        self.caches: list[Any] = []
+        self.whole: KVCache | None = None
+        if batch > 1 and (model.backend.name == "cupy" if together is None else together):
+            # One place more than a row can hold, see `Rows`.
+            whole = model.make_cache(batch, self.capacity + 1)
+            if isinstance(whole, KVCache):
+                self.whole, self.caches = whole, [OneRow(whole, row) for row in range(batch)]
+        self.caches = self.caches or [model.make_cache(1, self.capacity) for _ in range(batch)]
         self.can_rewind = all(cache.can_rewind for cache in self.caches)
         self.can_save = all(hasattr(cache, "saved") for cache in self.caches)
         if not self.can_rewind:
@@ -206,12 +220,26 @@ class ReferenceDecoder(Decoder):
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         self._check_room(rows, len(tokens[0]))
+        if self.whole is not None and len(tokens[0]) == 1:
+            return self._step_together(list(rows), np.asarray(tokens), heads)
         return np.concatenate(
             [self._logits(self._extend(row, new), heads) for row, new in zip(rows, tokens, strict=True)]
         )
 
+    def _step_together(self, rows: list[int], tokens: np.ndarray, heads: int) -> np.ndarray:
+        assert self.whole is not None
+        ids, takes_part = np.zeros((1, self.batch), np.int32), np.zeros(self.batch, bool)
+        ids[0, rows], takes_part[rows] = tokens[:, 0], True
+        h = self.model.hidden(
+            self.model.backend.asarray(ids), cache=Rows(self.whole, np.array(self.lengths), takes_part)
+        )
+        for row in rows:
+            self.caches[row].advance(1)
+            self.lengths[row] += 1
+        return self._logits(h.reshape(self.batch, 1, -1), heads)[rows]
+
     def _logits(self, h: Array, heads: int) -> np.ndarray:
-        """Of final hidden states, (1, n, C), (1, n, heads, V)."""
+        """Of final hidden states, (B, n, C), (B, n, heads, V)."""
         backend = self.model.backend
         logits = np.stack([backend.to_numpy(self.model.logits(h, k)) for k in range(heads)], axis=2)
         return logits.astype(backend.master_dtype, copy=False)

@@ -137,11 +137,11 @@ class Reply:
 
 
 def reply_decoder(model: CausalLM, prompts: int) -> Decoder:
-    """A decoder for so many prompts: of many rows where it samples for all rows itself (on a GPU), else of one row."""
+    """A decoder for so many prompts: of many rows where a pass takes all of them (on a GPU), else of one row."""
     if model.backend.name != "numpy" and prompts > 1:
         groups = -(-prompts // BATCH)
         decoder = make_decoder(model, -(-prompts // groups))
-        if decoder.draws(Sampling()):
+        if decoder.draws(Sampling()) or getattr(decoder, "whole", None) is not None:
             return decoder
     return make_decoder(model)
 

@@ -377,8 +377,10 @@ class Documents:
 class LayerCache(Protocol):
     """The keys and values of one layer's earlier positions; see tinyforge/infer/cache.py."""
 
-    def append(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """k, v: (B, T, Hkv, D) of the next T positions; returns those of all S positions so far, (B, S, Hkv, D)."""
+    def append(self, k: Array, v: Array, window: int | None) -> tuple[Array, Array, Array | None]:
+        """k, v: (B, T, Hkv, D) of the next T positions. Returns those of all S positions so far, (B, S, Hkv, D), and
+        None. Or, if the T positions are of as many texts, those that each text's query may see, (T, S, Hkv, D), and how
+        many it sees, (T,)."""
 
 
 class Attention(Op):
@@ -408,7 +410,7 @@ class Attention(Op):
     dS = P * (dP - rowsum(dO * O)) * (1 - tanh(s / c)^2), as in Gemma 2.
 
     With a cache (inference only), the T positions are the last of S: their keys and values are appended to it, and q
-    attends to all S.
+    attends to all S. Or they are the last of T texts of unequal lengths, see `LayerCache`.
 
     Sources: Vaswani et al. (2017); Ainslie et al., "GQA" (2023); the online softmax of Milakov and Gimelshein (2018)
     as tiled by Dao et al., "FlashAttention" (2022); the sliding window as in Jiang et al.,
@@ -465,16 +467,19 @@ class Attention(Op):
             raise ValueError(f"{self.name}: lengths with causal attention, where no query sees what comes after it")
         if starts is not None and (cache is not None or not self.causal):
             raise ValueError(f"{self.name}: starts of documents go with causal attention, and with no cache; drop one")
+        causal, window, shape = self.causal, self.window, q.shape
         if cache is not None:
             if stash is not None:
                 raise ValueError(f"{self.name}: a cache and a stash; a pass with a cache has no backward, drop one")
-            k, v = cache.append(k, v)
+            k, v, lengths = cache.append(k, v, window)
+            if lengths is not None:  # a text's last position sees all that come
+                causal, window, q = False, None, q.reshape(-1, 1, *q.shape[2:])
         key = stash.key(self, self.dropout) if stash is not None else None
-        how = (self.causal, self.window, key, self.dropout, self.scale, self.softcap)
+        how = (causal, window, key, self.dropout, self.scale, self.softcap)
         out, lse = self.fwd(q, k, v, lengths, starts, *how)
         self.finish(out, lse)
         self.save(stash, qkv, lengths, starts, out, lse, key)
-        return out
+        return out.reshape(shape)
 
     def finish(self, out: Array, lse: Array) -> None:
         """What else forward does to its results, in place: see `SinkAttention`."""

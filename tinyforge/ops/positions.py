@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from tinyforge.backends import Backend
@@ -35,7 +37,8 @@ class LearnedPositions(Op):
     """y[b, t, :] = x[b, t, :] + P[first + offset + t, :]
 
     x, y: (B, T, C); P: (first + positions, C), offset + T <= positions. offset: how many tokens come before x, when
-    decoding with a cache. first: rows before the first position, 2 in OPT. Saves only the offset.
+    decoding with a cache, or the tokens' positions, an array, (T,). first: rows before the first position, 2 in OPT.
+    Saves only the offset.
     starts: (B, T) int32, for rows that hold several documents: where t's document begins and its positions restart.
     Then P[first + t - starts[b, t]] is added, and these positions are saved.
     backward: dx = dy (the same array), dP[p] += sum of dy over the tokens at position p.
@@ -48,8 +51,10 @@ class LearnedPositions(Op):
         super().__init__(backend, name)
         self.weight, self.first = weight, first
 
-    def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, starts: Array | None = None) -> Array:
+    def forward(self, x: Array, stash: Stash | None = None, *, offset: Any = 0, starts: Array | None = None) -> Array:
         self.expect(x, self.weight.shape[1])
+        if not isinstance(offset, int):
+            return self.fwd(x, self.weight.value[self.first :], offset[None])
         if offset + x.shape[1] > (rows := self.weight.shape[0] - self.first):
             raise ValueError(
                 f"{self.name}: x has positions {offset} to {offset + x.shape[1]}, the table {rows}; shorten the input"

@@ -11,7 +11,7 @@ from tinyforge.backends.meta import empty, like
 from tinyforge.kernel import Array, kernel
 from tinyforge.op import Cases, Param, Stash
 from tinyforge.ops.rmsnorm import gain_of
-from tinyforge.ops.rope import RoPE, rope
+from tinyforge.ops.rope import RoPE, rope, rows_at
 from tinyforge.params import with_buffer
 
 
@@ -119,15 +119,15 @@ class QKNormRoPE(RoPE):
         super().__init__(head_dim, positions, rotated, backend, theta, name, **how)
         self.heads, self.scale, self.factor, self.eps = heads, scale, factor, eps
 
-    def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None) -> Array:
+    def forward(self, x: Array, stash: Stash | None = None, *, offset: Any = 0, out: Array | None = None) -> Array:
         self.expect(x, 2 * self.cos.shape[1])
-        rows, scale = slice(offset, offset + x.shape[1]), self.scale.value if self.scale else None
+        rows, scale = rows_at(offset, x.shape[1]), self.scale.value if self.scale else None
         known = (self.heads, self.rotated, self.factor, self.eps)
         y, rstd = self.norm_fwd(out, x, scale, self.cos[rows], self.sin[rows], *known)
         self.save(stash, rows, y, rstd)
         return y
 
-    def after(self, linear: Any, x: Any, stash: Stash | None = None, *, offset: int = 0) -> Array:
+    def after(self, linear: Any, x: Any, stash: Stash | None = None, *, offset: Any = 0) -> Array:
         y = linear.forward(x, stash=stash)
         y = y.reshape(*y.shape[:2], -1, 2 * self.cos.shape[1])
         return self.forward(y, stash, offset=offset, out=y)

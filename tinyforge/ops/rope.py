@@ -192,6 +192,11 @@ class _Tables:
         self.cos, self.sin, self.minus_sin = table(np.cos), table(np.sin), table(lambda angle: -np.sin(angle))
 
 
+def rows_at(offset: Any, count: int) -> Any:
+    """The rows of a table of positions: `count` from `offset` on, or those of an array of positions."""
+    return slice(offset, offset + count) if isinstance(offset, int) else offset
+
+
 _tables: WeakValueDictionary[Any, _Tables] = WeakValueDictionary()
 
 
@@ -202,9 +207,9 @@ class RoPE(Op):
         y_{i+D/2}   = x_{i+D/2} cos + x_i sin
 
     x: (B, T, H, D), D even; the first `rotated` heads are rotated, the rest (values, in a packed qkv) copied. Positions
-    are offset .. offset+T-1. Halves are split as in Hugging Face's Llama. Saves only the positions: backward rotates by
-    -angle. `out=x` works in place. scaling: scales f for long contexts. width: R, if not 0 only the pairs i < R/2 are
-    rotated, by f_i = theta^(-2i/R).
+    are offset .. offset+T-1, or `offset` itself if it is an array, (T,). Halves are split as in Hugging Face's Llama.
+    Saves only the positions: backward rotates by -angle. `out=x` works in place. scaling: scales f for long contexts.
+    width: R, if not 0 only the pairs i < R/2 are rotated, by f_i = theta^(-2i/R).
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding" (2021).
     """
@@ -235,13 +240,13 @@ class RoPE(Op):
         self.tables = _tables.get(key) or _tables.setdefault(key, _Tables(*known))
         self.cos, self.sin, self.minus_sin = self.tables.cos, self.tables.sin, self.tables.minus_sin
 
-    def forward(self, x: Array, stash: Stash | None = None, *, offset: int = 0, out: Array | None = None) -> Array:
+    def forward(self, x: Array, stash: Stash | None = None, *, offset: Any = 0, out: Array | None = None) -> Array:
         self.expect(x, 2 * self.cos.shape[1])
-        rows = slice(offset, offset + x.shape[1])
+        rows = rows_at(offset, x.shape[1])
         self.save(stash, rows)
         return self.rotate(out, x, self.cos[rows], self.sin[rows], self.rotated)
 
-    def after(self, linear: Any, x: Array, stash: Stash | None = None, *, offset: int = 0) -> Array:
+    def after(self, linear: Any, x: Array, stash: Stash | None = None, *, offset: Any = 0) -> Array:
         """forward(linear.forward(x)), x: (B, T, C), by one kernel if there is one for both. A linear map with a bias,
         one in FP8, or an adapter in its place, runs by itself."""
         dim = 2 * self.cos.shape[1]
@@ -250,7 +255,7 @@ class RoPE(Op):
             y = y.reshape(*y.shape[:2], -1, dim)
             return self.forward(y, stash, offset=offset, out=y)
         linear.keep(x, stash, None)
-        rows = slice(offset, offset + x.shape[1])
+        rows = rows_at(offset, x.shape[1])
         self.save(stash, rows)
         return self.linear_rotate(x, linear.weight.value, self.cos[rows], self.sin[rows], self.rotated)
 

@@ -49,13 +49,13 @@ class _LayerCache(NamedTuple):
     length: int
     put: Callable[[Array, Array, Array, Array, int], None]
 
-    def append(self, k: Array, v: Array) -> tuple[Array, Array]:
+    def append(self, k: Array, v: Array, window: int | None) -> tuple[Array, Array, None]:
         self.put(self.keys, self.values, k, v, self.length)
         end = self.length + k.shape[1]
         if not self.length:  # nothing cached: as in training, attention reads k and v next to the queries
-            return k, v
+            return k, v, None
         keys, values = (held[:, :end].swapaxes(0, 1)[None].copy() for held in (self.keys, self.values))
-        return keys, values
+        return keys, values, None
 
 
 class RowCache:
