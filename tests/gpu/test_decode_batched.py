@@ -243,6 +243,44 @@ def test_what_it_is_for_and_what_not() -> None:
         decoder_of(trained_like(CONFIG, "fp32", "numpy"), 2)
 
 
+FAST_LIKE = {
+    **{"qk_scale": "learned", "mix_first": True, "embedding_norm": True, "smear": 12, "value_every": 2},
+    **{"window": 20, "full_every": 2},
+}
+"""What no fused decoder takes."""
+
+
+@pytest.mark.parametrize("precision", [*TOLERANCE, "bf16"])
+def test_a_model_without_fused_kernels_steps_all_rows_in_one_pass(precision: str) -> None:
+    """Within rounding of the model row by row; and a row's bits do not depend on which others take part."""
+    config = BASE.override({**FAST_LIKE, "layers": 3, "context": 256, "vocab": 300})
+    model, exact = (trained_like(config, kind) for kind in (precision, "fp64"))
+    decoder = make_decoder(model, 5)
+    assert isinstance(decoder, ReferenceDecoder) and decoder.whole is not None
+    texts = texts_of(config, 5, 4)
+    got = stepped_one_by_one(decoder, texts, 4)
+    expected = np.stack([forward(exact, text)[-4:] for text in texts])
+    plain = np.stack([forward(model, text)[-4:] for text in texts])
+    error, known = np.abs(got - expected), np.abs(plain - expected)
+    if precision == "bf16":
+        assert error.mean() <= 1.2 * known.mean() and error.max() <= 2 * known.max()
+    else:
+        assert error.max() <= TOLERANCE[precision] * np.abs(expected).max()
+    for row, text in enumerate(texts):
+        decoder.rewind_row(row, len(text) - 1)
+    alone = decoder.step_rows([1, 3], [texts[1][-1:], texts[3][-1:]], config.mtp_heads)
+    np.testing.assert_array_equal(alone[:, 0].astype(np.float64), got[[1, 3], -1])
+
+
+def stepped_one_by_one(decoder: Any, texts: list[np.ndarray], new: int) -> np.ndarray:
+    """As `stepped`, in steps of one token."""
+    for row, text in enumerate(texts):
+        decoder.prefill(row, text[:-new].tolist())
+    heads = decoder.config.mtp_heads
+    found = [decoder.step([text[[at]] for text in texts], heads).copy() for at in range(-new, 0)]
+    return np.concatenate(found, axis=1).astype(np.float64)
+
+
 def test_a_penalty_is_drawn_by_the_host() -> None:
     """Repetition penalties and log-probabilities take each step's logits, and rows that end start over."""
     model = trained_like(CONFIG, "fp32")

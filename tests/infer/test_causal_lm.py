@@ -226,13 +226,13 @@ def test_a_kv_cache_holds_what_was_appended_by_whole_passes(first: int, monkeypa
     new = np.random.default_rng(0).normal(size=(2, 3, 5, 1, 4))
     for start, end in ((0, 2), (2, 3)):
         for layer in range(2):
-            keys, values = cache.layer(layer).append(new[layer, :, start:end], -new[layer, :, start:end])
+            keys, values, _ = cache.layer(layer).append(new[layer, :, start:end], -new[layer, :, start:end], None)
             np.testing.assert_array_equal(keys, new[layer, :, :end])
             np.testing.assert_array_equal(values, -new[layer, :, :end])
         assert cache.length == start
         cache.advance(end - start)
     cache.rewind(1)
-    keys, _ = cache.layer(1).append(new[1, :, 3:], new[1, :, 3:])
+    keys, *_ = cache.layer(1).append(new[1, :, 3:], new[1, :, 3:], None)
     np.testing.assert_array_equal(keys, new[1][:, [0, 3, 4]])
     with pytest.raises(ValueError, match="holds 1 of 5 positions, no room for 5 more"):
         cache.advance(5)

@@ -79,27 +79,27 @@ def draw_blocks(
     """Up to `count` tokens per row, in blocks: from `Decoder.stream`, or sampled here from the logits of `step`.
 
     texts: a row's tokens, all but the last cached. The caller appends what was sampled. A text that has not
-    grown by the next block has ended, and from then on its row's tokens mean nothing.
+    grown by the next block has ended, and from then on its row's tokens mean nothing; the blocks end when all have.
     """
     streams = [Stream(sampling.seed + i, "sample") for i in range(len(texts))]
     if decoder.draws(sampling):
         yield from decoder.stream([text[-1:] for text in texts], [sampling] * len(texts), streams, count)
         return
     numbers = np.stack([stream.uniform((count,)) for stream in streams])
-    prompts, expected = [list(text) for text in texts], [len(text) for text in texts]
+    begins, rows = [len(text) for text in texts], list(range(len(texts)))
     for t in range(count):
-        logits = decoder.step([[text[-1]] for text in texts])[:, 0, 0]
-        z = logits
+        if not rows:
+            return
+        z = logits = decoder.step_rows(rows, [[texts[row][-1]] for row in rows])[:, 0, 0]
         if sampling.changes_logits:
-            replies = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
-            rows = zip(logits, texts, replies, strict=True)
-            z = np.stack([penalise(row, sampling, text, reply) for row, text, reply in rows])
-        ids = np.array(choose(z, sampling, numbers[:, t]))
-        logprobs = None
+            texts_so_far = [(texts[row], texts[row][begins[row] :]) for row in rows]
+            z = np.stack([penalise(row, sampling, *text) for row, text in zip(logits, texts_so_far, strict=True)])
+        ids, logprobs = np.zeros((len(texts), 1), np.int64), None
+        ids[rows, 0] = choose(z, sampling, numbers[rows, t])
         if sampling.logprobs:
-            logprobs = np.array([[log_probability(row, x)] for row, x in zip(logits, ids, strict=True)])
-        yield SampledBlock(ids[:, None], logprobs)
-        expected = [length + 1 for length in expected]
-        # A row that has ended is rewound to 0, so that it always has room.
-        held = zip(decoder.lengths, texts, expected, strict=True)
-        decoder.rewind([count if len(text) == length else 0 for count, text, length in held])
+            logprobs = np.zeros((len(texts), 1))
+            logprobs[rows, 0] = [log_probability(row, x) for row, x in zip(logits, ids[rows, 0], strict=True)]
+        yield SampledBlock(ids, logprobs)
+        for row in [row for row in rows if len(texts[row]) == begins[row] + t]:
+            decoder.rewind_row(row, 0)  # so that it always has room
+            rows.remove(row)

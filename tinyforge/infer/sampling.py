@@ -138,7 +138,15 @@ def choose(logits: np.ndarray, sampling: Sampling, numbers: Iterable[float]) -> 
     """A token for each row of penalised logits, (n, V), sampled with that row's number; greedy ignores the numbers."""
     if sampling.temperature == 0:
         return logits.argmax(axis=-1).tolist()
-    return draw(_weights(logits.astype(np.float64), sampling), list(numbers))
+    k, numbers = sampling.top_k, list(numbers)
+    if not 0 < k < logits.shape[-1]:
+        return draw(_weights(logits.astype(np.float64), sampling), numbers)
+    tokens = []
+    for row, least, number in zip(logits, np.partition(logits, -k)[:, -k], numbers, strict=True):
+        # What may be sampled, in the order of ids: the running sums are those of the whole row, at a third of the time.
+        ids = np.flatnonzero(~(row < least))
+        tokens.append(int(ids[draw(_weights(row[None, ids].astype(np.float64), sampling), [number])[0]]))
+    return tokens
 
 
 def log_probability(logits: np.ndarray, token: int) -> float:
