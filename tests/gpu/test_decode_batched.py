@@ -256,7 +256,7 @@ def test_a_model_without_fused_kernels_steps_all_rows_in_one_pass(precision: str
     config = BASE.override({**FAST_LIKE, "layers": 3, "context": 256, "vocab": 300})
     model, exact = (trained_like(config, kind) for kind in (precision, "fp64"))
     decoder = make_decoder(model, 5)
-    assert isinstance(decoder, ReferenceDecoder) and decoder.whole is not None
+    assert isinstance(decoder, ReferenceDecoder) and decoder.steps is not None
     texts = texts_of(config, 5, 4)
     got = stepped_one_by_one(decoder, texts, 4)
     expected = np.stack([forward(exact, text)[-4:] for text in texts])

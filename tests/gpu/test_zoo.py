@@ -108,7 +108,7 @@ def adapted(name: str, backend: str, precision: str) -> Any:
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp64", 1e-10), ("fp32", 1e-4), ("bf16", 1e-1)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "lstm"])  # which has no linear maps but its head
 def test_adapters_learn_as_on_numpy(name: str, precision: str, tolerance: float) -> None:
     if name == "moe" and precision == "bf16":
         pytest.skip("a rounded logit may choose another expert")

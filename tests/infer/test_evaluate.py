@@ -248,22 +248,22 @@ def test_replies_side_by_side_are_those_one_by_one(tiny: NanoEuler, sampling: Sa
 
 
 @pytest.mark.parametrize(
-    ("backend", "draws", "whole", "prompts", "rows"),
+    ("backend", "draws", "steps", "prompts", "rows"),
     [
         ("cupy", True, None, 200, 50),
         ("cupy", True, None, 64, 64),
         ("cupy", True, None, 65, 33),
         ("cupy", True, None, 1, 1),
         ("cupy", False, None, 200, 1),
-        ("cupy", False, "a cache of all rows", 200, 50),
+        ("cupy", False, "steps of all rows", 200, 50),
         ("numpy", True, None, 200, 1),
     ],
 )
 def test_rows_side_by_side_only_where_a_pass_takes_all_of_them(
-    monkeypatch: pytest.MonkeyPatch, backend: str, draws: bool, whole: Any, prompts: int, rows: int
+    monkeypatch: pytest.MonkeyPatch, backend: str, draws: bool, steps: Any, prompts: int, rows: int
 ) -> None:
     def fake(model: Any, batch: int = 1) -> Any:
-        return SimpleNamespace(batch=batch, draws=lambda sampling: draws, whole=whole)
+        return SimpleNamespace(batch=batch, draws=lambda sampling: draws, steps=steps)
 
     monkeypatch.setattr(evaluate, "make_decoder", fake)
     model: Any = SimpleNamespace(backend=SimpleNamespace(name=backend))

@@ -3,7 +3,7 @@ its plain forward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from tinyforge.backends import get_backend
 from tinyforge.errors import UserError
 from tinyforge.infer import Sampling, cache, generate, logits, make_decoder
+from tinyforge.infer import decoder as decoder_module
 from tinyforge.infer.causal_lm import CausalLM
 from tinyforge.infer.decoder import ReferenceDecoder
 from tinyforge.infer.trace import attention_ops, trace
@@ -51,15 +52,31 @@ def test_decoders_continue_as_the_plain_forward_does(model: CausalLM) -> None:
                 np.testing.assert_allclose(first[0, 0, 0], expected[0, end - 1], rtol=0, atol=1e-9)
 
 
+class Replays:
+    """Stands in for a GPU's graphs."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        return work
+
+
+@pytest.mark.parametrize("by_graph", [False, True])
 @pytest.mark.parametrize("model", MODELS)
-def test_rows_of_unequal_lengths_in_one_pass_are_those_one_by_one(model: CausalLM, monkeypatch: Any) -> None:
+def test_rows_of_unequal_lengths_in_one_pass_are_those_one_by_one(
+    model: CausalLM, by_graph: bool, monkeypatch: Any
+) -> None:
     """Four rows, one of which waits, one that is full, one that begins again; and a cache that grows."""
     monkeypatch.setattr(cache, "FIRST_POSITIONS", 2)
+    monkeypatch.setattr(decoder_module, "STEP", 4)
+    monkeypatch.setattr(type(model.backend), "graphs", lambda self: Replays())
     c, rng = model.config, np.random.default_rng(1)
     one_by_one, together = (ReferenceDecoder(model, 4, together=how) for how in (False, True))
-    assert (together.whole is not None) == isinstance(model.make_cache(1, 1), cache.KVCache)
-    if together.whole is None:
+    assert (together.steps is not None) == isinstance(model.make_cache(1, 1), cache.KVCache)
+    if together.steps is None:
         return
+    together.steps.by_graph = by_graph
     text = rng.integers(0, c.vocab, c.context).tolist()
     decoders = one_by_one, together
     for decoder in decoders:

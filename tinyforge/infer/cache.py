@@ -149,49 +149,50 @@ class Rows:
     """A pass over the next token of each row of a `KVCache`, as if they were a text of B tokens: ids (1, B).
 
     The difference shows only where the tokens of a text meet: in attention, and in what reads the token before.
-    lengths: the positions that each row holds, (B,). takes_part: (B,). A row that does not take part is computed all
-    the same, and written where nothing is read: so a row has the same place in every pass, and its results do not
-    depend on the other rows.
-    length: the tokens' positions, (B,) on the device.
+    numbers: of `row_numbers`, on the device. most: no row holds as many positions. length: the tokens' positions, (B,).
     """
 
-    def __init__(self, cache: KVCache, lengths: np.ndarray, takes_part: np.ndarray) -> None:
-        cache.make_room(int(lengths.max()) + 1)
-        self.cache, self.room = cache, cache.keys.shape[2]
-        self.used, self.first = np.where(takes_part, lengths, 0), np.arange(len(lengths)) * self.room
-        asarray = self.asarray = cache.backend.asarray
-        self.most, self.length = int(self.used.max()) + 1, asarray(self.used)
-        self.places = asarray(self.first + np.where(takes_part, lengths, self.room - 1))
-        self.beginning = np.flatnonzero(self.used == 0)
-        self._seen = dict[int | None, tuple[Any, Array]]()
+    def __init__(self, cache: KVCache, numbers: Array, most: int) -> None:
+        self.cache, self.most = cache, most
+        self.ids, (self.length, self.places, self.ends) = numbers[:1], numbers[1:]
+        self._seen = dict[int, tuple[Array, Array]]()
 
     def layer(self, layer: int) -> LayerOfRows:
         return LayerOfRows(self, layer)
 
-    def seen(self, window: int | None) -> tuple[Any, Array]:
+    def seen(self, window: int | None) -> tuple[Array | None, Array]:
         """The places of the positions that each row's token may see, (B, S), or None for the first `most` of its row;
         and how many of them it sees, (B,)."""
-        if window is not None and window >= self.most:
-            window = None
+        if window is None or window >= self.most:
+            return None, self.ends
         if window not in self._seen:
-            ends, places = self.used + 1, None
-            if window is not None:
-                firsts = np.maximum(ends - window, 0)[:, None]
-                places, ends = self.asarray(self.first[:, None] + firsts + np.arange(window)), np.minimum(ends, window)
-            self._seen[window] = places, self.asarray(ends)
+            arange, room = self.cache.backend.xp.arange, self.cache.keys.shape[2]
+            firsts = arange(0, room * len(self.ends), room) + (self.ends - window).clip(0, None)
+            self._seen[window] = firsts[:, None] + arange(window), self.ends.clip(None, window)
         return self._seen[window]
 
     def previous(self, x: Array) -> Array:
         """As of `KVCache`: x, (1, B, width); returns (B, width), zeros at the beginning of a row."""
-        rows = by_place(self.cache.inputs[0])
-        rows[self.places] = bits(x[0])
-        found = rows[self.places - 1]
-        if self.beginning.size:
-            found[self.asarray(self.beginning)] = 0
+        rows, new = by_place(self.cache.inputs[0]), bits(x[0])
+        rows[self.places] = new
+        found = rows[self.places - 1] * (self.length > 0)[:, None].astype(new.dtype)
         return found.view(x.dtype)
 
     def advance(self, count: int) -> None:
         """The caller counts: it knows which rows took part."""
+
+
+def row_numbers(tokens: np.ndarray, lengths: np.ndarray, takes_part: np.ndarray, room: int) -> np.ndarray:
+    """What `Rows` reads, (4, B) int32: tokens, their positions, their places among all rows' positions, and how many
+    positions each sees.
+
+    tokens: (B,). lengths: the positions that each row holds, fewer than `room`. takes_part: (B,). A row that does not
+    take part is computed all the same, and written after the positions of its row: so a row has the same place in every
+    pass, and its results do not depend on the other rows.
+    """
+    used, first = np.where(takes_part, lengths, 0), np.arange(len(tokens)) * room
+    places = first + np.where(takes_part, lengths, room - 1)
+    return np.stack([tokens, used, places, used + 1]).astype(np.int32)
 
 
 class LayerOfRows(NamedTuple):
@@ -203,7 +204,7 @@ class LayerOfRows(NamedTuple):
     def append(self, k: Array, v: Array, window: int | None) -> tuple[Array, Array, Array]:
         """Append k, v of each row's next position, (1, B, Hkv, D). Returns those that its query may see, (B, S, Hkv,
         D), and how many of them it sees, (B,)."""
-        (places, ends), cache, found = self.rows.seen(window), self.rows.cache, []
+        (places, ends), cache, found = self.rows.seen(window), self.rows.cache, list[Array]()
         for held, new in ((cache.keys[self.layer], k), (cache.values[self.layer], v)):
             rows = by_place(held)
             rows[self.rows.places] = bits(new[0])

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinyforge.infer.cache import KVCache, OneRow, Rows
+from tinyforge.errors import UserError
+from tinyforge.infer.cache import KVCache, OneRow, Rows, row_numbers
 from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
@@ -188,7 +189,7 @@ class ReferenceDecoder(Decoder):
     """`model.hidden` row by row, each with its own cache: for every model, and the reference for the other decoders.
 
     together: whether a step of one token passes over all rows at once; only with keys and values as caches. On a CUDA
-    GPU unless told otherwise, where a pass costs its launches, whatever the number of rows.
+    GPU unless told otherwise, where such a step is a graph from its second time on: there a pass costs its launches.
     """
 
     def __init__(
@@ -197,12 +198,13 @@ class ReferenceDecoder(Decoder):
         super().__init__(model, batch, capacity)
         self.model = model
         self.caches: list[Any] = []
-        self.whole: KVCache | None = None
-        if batch > 1 and (model.backend.name == "cupy" if together is None else together):
-            # One place more than a row can hold, see `Rows`.
+        self.steps: RowSteps | None = None
+        if model.backend.name == "cupy" if together is None else together:
+            # One place more than a row can hold, see `row_numbers`.
             whole = model.make_cache(batch, self.capacity + 1)
             if isinstance(whole, KVCache):
-                self.whole, self.caches = whole, [OneRow(whole, row) for row in range(batch)]
+                self.caches = [OneRow(whole, row) for row in range(batch)]
+                self.steps = RowSteps(model, whole)
         self.caches = self.caches or [model.make_cache(1, self.capacity) for _ in range(batch)]
         self.can_rewind = all(cache.can_rewind for cache in self.caches)
         self.can_save = all(hasattr(cache, "saved") for cache in self.caches)
@@ -220,23 +222,15 @@ class ReferenceDecoder(Decoder):
 
     def step_rows(self, rows: Sequence[int], tokens: Any, heads: int = 1) -> np.ndarray:
         self._check_room(rows, len(tokens[0]))
-        if self.whole is not None and len(tokens[0]) == 1:
-            return self._step_together(list(rows), np.asarray(tokens), heads)
+        if self.steps is not None and len(tokens[0]) == 1:
+            h = self.steps.hidden(list(rows), np.asarray(tokens)[:, 0], np.array(self.lengths))
+            for row in rows:
+                self.caches[row].advance(1)
+                self.lengths[row] += 1
+            return self._logits(h.reshape(self.batch, 1, -1), heads)[list(rows)]
         return np.concatenate(
             [self._logits(self._extend(row, new), heads) for row, new in zip(rows, tokens, strict=True)]
         )
-
-    def _step_together(self, rows: list[int], tokens: np.ndarray, heads: int) -> np.ndarray:
-        assert self.whole is not None
-        ids, takes_part = np.zeros((1, self.batch), np.int32), np.zeros(self.batch, bool)
-        ids[0, rows], takes_part[rows] = tokens[:, 0], True
-        h = self.model.hidden(
-            self.model.backend.asarray(ids), cache=Rows(self.whole, np.array(self.lengths), takes_part)
-        )
-        for row in rows:
-            self.caches[row].advance(1)
-            self.lengths[row] += 1
-        return self._logits(h.reshape(self.batch, 1, -1), heads)[rows]
 
     def _logits(self, h: Array, heads: int) -> np.ndarray:
         """Of final hidden states, (B, n, C), (B, n, heads, V)."""
@@ -269,3 +263,63 @@ class ReferenceDecoder(Decoder):
     def restore(self, row: int, saved: Any, length: int) -> None:
         self.caches[row].restore(saved)
         self.lengths[row] = self.caches[row].length
+
+
+STEP = 256
+"""A graph of a step serves texts up to a multiple of so many positions."""
+
+
+class RowSteps:
+    """Passes over the next token of each row of a cache, `Rows`: on a CUDA GPU as graphs.
+
+    Every pass takes the products that graphs take: its bits are those of a graph.
+    """
+
+    def __init__(self, model: CausalLM, cache: KVCache) -> None:
+        self.model, self.cache = model, cache
+        # Not in FP8, whose weights are rounded where they change.
+        self.by_graph, self.graphs = model.backend.name == "cupy" and not model.backend.fp8, None
+        self.room, self.launches = 0, dict[int, Callable[[], None] | None]()
+        self.numbers: Any = None  # by graphs, all passes read these, and write `h`
+        self.h: Any = None
+
+    def hidden(self, rows: Sequence[int], tokens: np.ndarray, lengths: np.ndarray) -> Array:
+        """Append a token to some of the rows, which hold `lengths`; returns the final hidden states of all rows, (1, B,
+        C), which mean nothing for the others."""
+        self.cache.make_room(int(lengths.max()) + 1)
+        room, backend = self.cache.keys.shape[2], self.model.backend
+        given, takes_part = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), bool)
+        given[rows], takes_part[rows] = tokens, True
+        numbers = row_numbers(given, lengths, takes_part, room)
+        most = int(lengths[rows].max()) + 1
+        if not self.by_graph:
+            return self._pass(backend.asarray(numbers), most)
+        if self.graphs is None:
+            self.graphs, self.numbers = backend.graphs(), backend.asarray(numbers)
+        graphs: Any = self.graphs
+        if room != self.room:  # the cache has other arrays
+            self.room, self.launches = room, {}
+        backend.put(self.numbers, numbers)
+        most = min(-(-most // STEP) * STEP, room)
+
+        def work() -> None:
+            h = self._pass(self.numbers, most)
+            if self.h is None:
+                self.h = h.copy()
+            self.h[...] = h
+
+        try:
+            if most not in self.launches:
+                graphs.run(work)
+                self.launches[most] = None
+            else:
+                launch = self.launches[most] = self.launches[most] or graphs.capture(work)
+                launch()
+        except UserError:  # this model waits or uploads in a pass
+            self.by_graph, self.graphs = False, None
+            return self._pass(self.numbers, most)
+        return self.h
+
+    def _pass(self, numbers: Array, most: int) -> Array:
+        rows = Rows(self.cache, numbers, most)
+        return self.model.hidden(rows.ids, cache=rows)

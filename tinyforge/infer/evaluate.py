@@ -141,7 +141,7 @@ def reply_decoder(model: CausalLM, prompts: int) -> Decoder:
     if model.backend.name != "numpy" and prompts > 1:
         groups = -(-prompts // BATCH)
         decoder = make_decoder(model, -(-prompts // groups))
-        if decoder.draws(Sampling()) or getattr(decoder, "whole", None) is not None:
+        if decoder.draws(Sampling()) or getattr(decoder, "steps", None) is not None:
             return decoder
     return make_decoder(model)
 
