@@ -19,6 +19,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "cpu-train-16x128-avx2": train_step.table,
     "cpu-train-16x128-intel": train_step.table,
     "gpu-train-16x1024": train_step.table,
+    "gpu-train-llama-1b": train_step.table,
     "cpu-decode-small": decode.table,
     "cpu-speculation-sft": decode.speculation_table,
     "cpu-decode-llama-cpp": decode.llama_cpp_table,
