@@ -26,7 +26,8 @@ trained() { # NAME RECIPE FLAGS...: a run in $out/NAME; skipped if it is complet
     fi
     [[ -z $(compgen -G "$out/$name/step-*" || true) ]] || more=(--resume)
     run "$@" --out "$out/$name" ${more[@]+"${more[@]}"}
-    touch "$out/$name/complete"
+    # What only asks has trained nothing.
+    [[ " $* " == *" --plan "* || " $* " == *" --help "* || " $* " == *" -h "* ]] || touch "$out/$name/complete"
 }
 
 # To copy to a machine that limits the size of files.

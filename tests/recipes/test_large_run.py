@@ -139,6 +139,9 @@ def test_the_large_run(texts: Path, tmp_path: Path) -> None:
         "EVALUATE": "--any-version",
     }
     stopped(there / "pretrain", LARGE, "pretrain", there, *PLAIN, **learn)
+    for flag, said in (("--plan", "MiB"), ("--help", "usage: pretrain.py")):
+        assert said in call(LARGE, "pretrain", there, *PLAIN, flag, **learn)
+        assert not (there / "pretrain" / "complete").exists()
     assert "--resume" in call(LARGE, "pretrain", there, *PLAIN, **learn)
     assert "complete, skipped" in call(LARGE, "pretrain", there, *PLAIN, **learn)
     for stage, steps in {"sft": 9, "dpo": 4, "grpo": 3}.items():
