@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 
+from tinyforge.backends import get_backend
+from tinyforge.models.nanoeuler import Config, NanoEuler
+
 httpx = pytest.importorskip("httpx", reason="needs the extra [dev]")
 pytest.importorskip("uvicorn", reason="needs the extra [serve]")
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,3 +197,18 @@ def test_a_signal_before_the_server_listens_ends_it() -> None:
 
     asyncio.run(interrupted())
     assert drained == [1]
+
+
+@pytest.mark.parametrize(("options", "rows"), [({}, 8), ({"qk_scale": "learned"}, 8), ({"smear": 4}, 5)])
+def test_rows_that_nobody_asked_for_fit_the_bytes_of_the_cache_at_full_length(
+    options: dict[str, Any], rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoders with kernels of their own and without: 4,096 positions of a key and a value in 16 numbers each."""
+    from tinyforge.serve.__main__ import default_rows
+
+    model = NanoEuler(
+        Config(dim=16, heads=1, kv_heads=1, layers=1, context=4096, vocab=64, hidden=16).override(options),
+        get_backend("numpy", "fp32", workers=1),
+    )
+    monkeypatch.setattr("tinyforge.serve.__main__.CACHE_BYTES", 8 * 4096 * 2 * 16 * 4)
+    assert default_rows(model, 4096) == rows

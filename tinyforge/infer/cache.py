@@ -77,11 +77,11 @@ class KVCache:
         shapes |= {"inputs": (1, (width,))} if width else {}
         self._names = tuple(shapes)
         # Zeros, as rows of unequal lengths read, and multiply by 0, what is after their ends.
-        self._empty = lambda name, room: backend.zeros((shapes[name][0], batch, room, *shapes[name][1]))
+        self._zeros = lambda name, room: backend.zeros((shapes[name][0], batch, room, *shapes[name][1]))
         room = min(capacity, FIRST_POSITIONS)
-        self.keys, self.values = self._empty("keys", room), self._empty("values", room)
+        self.keys, self.values = self._zeros("keys", room), self._zeros("values", room)
         if width:
-            self.inputs = self._empty("inputs", room)
+            self.inputs = self._zeros("inputs", room)
         self.backend, self.batch, self.capacity = backend, batch, capacity
         self.length = 0
 
@@ -102,7 +102,7 @@ class KVCache:
             return
         room = min(self.capacity, max(positions, 2 * self.keys.shape[2]))
         for name in self._names:
-            larger, old = self._empty(name, room), getattr(self, name)
+            larger, old = self._zeros(name, room), getattr(self, name)
             larger[:, :, : old.shape[2]] = old
             setattr(self, name, larger)
 
