@@ -282,11 +282,11 @@ def read_before(target: str | None, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def backend_of(args: argparse.Namespace) -> Backend:
-    """The backend of --backend, in the precision of --precision, or else that of training."""
+    """The backend of --backend, in the precision of --precision, or else that of training; FP8 is for training only."""
     path = resolve_checkpoint(args.checkpoint)
     name = args.backend if args.backend != "auto" else "cupy" if gpu_is_there() else "numpy"
     stored = {} if is_foreign(path) else checkpoint.read_meta(checkpoint.latest(path)).get("settings", {})
-    own = stored.get("precision", "fp32")
+    own = stored.get("precision", "fp32").replace("fp8", "bf16")
     precision = args.precision or (own if name in PRECISIONS[own].backends else "fp32")
     return get_backend(name, precision, device=args.device)
 
@@ -401,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.flag("--seeds", 3, "rounds of sampled replies", 0)
     p.flag("--seed", 0, "of sentences and candidates")
     p.add_argument("--backend", default="auto", help="numpy, cupy, webgpu, or auto: cupy if CUDA is there")
-    p.flag("--precision", str, "fp32, fp64, and on a GPU tf32 or bf16 (default: as in training)")
+    p.flag("--precision", str, "fp32, fp64, and on a GPU tf32 or bf16 (default: as in training, bf16 after fp8)")
     p.flag("--device", int, "number of the GPU (default: 0)")
     add_weights_flag(p)
     p.flag("--card", False, "write the run's model card, README.md, with these figures")

@@ -481,3 +481,14 @@ def test_help_says_which_model_is_taken(command: ModuleType, capsys: pytest.Capt
         "model of the repository: small, storyteller (default: the newest run under runs/, fine-tuned before "
         "pretrained; else a model of the repository)"
     )
+
+
+@pytest.mark.parametrize(("backend", "precision"), [("numpy", "fp32"), ("cupy", "bf16")])
+def test_a_run_in_fp8_is_not_measured_in_it(
+    tmp_path: Path, backend: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    assert pretrain.main([*SHAPE.split(), "--precision", "fp8", "--steps", "1", "--out", str(run)]) == 0
+    monkeypatch.setattr(evaluate, "get_backend", lambda name, precision, device: (name, precision))
+    args: Any = SimpleNamespace(checkpoint=str(run), backend=backend, precision=None, device=None)
+    assert evaluate.backend_of(args) == (backend, precision)
