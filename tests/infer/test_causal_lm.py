@@ -239,3 +239,23 @@ def test_a_kv_cache_holds_what_was_appended_by_whole_passes(first: int, monkeypa
     for wrong in (-1, 2):
         with pytest.raises(ValueError, match="holds 1 positions, cannot go to"):
             cache.rewind(wrong)
+
+
+def test_a_kv_cache_that_cannot_grow_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out between keys and values, or Ctrl-C comes there: the next try grows both."""
+    monkeypatch.setattr("tinyforge.infer.cache.FIRST_POSITIONS", 2)
+    cache, new = KVCache(CPU, 1, 2, 9, 1, 4), np.ones((2, 3, 1, 4))
+    answers = [True, False]
+
+    def zeros(shape: tuple[int, ...]) -> np.ndarray:
+        if answers and not answers.pop(0):
+            raise MemoryError
+        return np.zeros(shape)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CPU, "zeros", zeros)
+        with pytest.raises(MemoryError):
+            cache.layer(0).append(new, new, None)
+    assert cache.keys.shape == cache.values.shape == (1, 2, 2, 1, 4)
+    keys, values, _ = cache.layer(0).append(new, -new, None)
+    np.testing.assert_array_equal([keys, -values], [new, new])

@@ -101,10 +101,11 @@ class KVCache:
         if positions <= self.keys.shape[2] or positions > self.capacity:
             return
         room = min(self.capacity, max(positions, 2 * self.keys.shape[2]))
-        for name in self._names:
-            larger, old = self._zeros(name, room), getattr(self, name)
-            larger[:, :, : old.shape[2]] = old
-            setattr(self, name, larger)
+        larger = {name: self._zeros(name, room) for name in self._names}
+        for name, new in larger.items():
+            old = getattr(self, name)
+            new[:, :, : old.shape[2]] = old
+        vars(self).update(larger)  # all or none, whenever memory runs out or Ctrl-C comes
 
     def advance(self, count: int) -> None:
         """Count `count` positions that have been appended in every layer."""
