@@ -101,6 +101,11 @@ def test_rows_of_unequal_lengths_in_one_pass_are_those_one_by_one(
         together.rewind_row(1, 1)
         together.restore(1, saved, one_by_one.lengths[1])
         assert together.lengths == one_by_one.lengths
+        larger, smaller = (ReferenceDecoder(model, 2, room, together=True) for room in (None, c.context - 1))
+        larger.prefill(1, text)
+        with pytest.raises(ValueError, match="no room for"):
+            smaller.restore(0, larger.saved(1, 0), c.context)
+        assert smaller.lengths == [0, 0]
 
 
 @pytest.mark.parametrize("model", MODELS)

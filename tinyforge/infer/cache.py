@@ -132,10 +132,10 @@ class KVCache:
 
 
 class OneRow(KVCache):
-    """A row of a `KVCache` of several, with a length of its own."""
+    """A row of a `KVCache` of several, with a length of its own. It leaves the last place free, see `row_numbers`."""
 
     def __init__(self, cache: KVCache, row: int) -> None:
-        self.whole, self.row, self.capacity, self.length = cache, row, cache.capacity, 0
+        self.whole, self.row, self.capacity, self.length = cache, row, cache.capacity - 1, 0
         self._names = cache._names
 
     def __getattr__(self, name: str) -> Array:

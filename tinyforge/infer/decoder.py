@@ -190,6 +190,7 @@ class ReferenceDecoder(Decoder):
 
     together: whether a step of one token passes over all rows at once; only with keys and values as caches. On a CUDA
     GPU unless told otherwise, where such a step is a graph from its second time on: there a pass costs its launches.
+    With NumPy it is for tests: there a row's last bits depend on how long the other rows are.
     """
 
     def __init__(
