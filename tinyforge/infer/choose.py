@@ -18,9 +18,9 @@ _noted: set[str] = set()  # printed notes: each is printed once
 def make_decoder(model: CausalLM, batch: int = 1, capacity: int | None = None, spare_memory: bool = False) -> Decoder:
     """The fastest decoder for the model's backend and shape: a fused one where it fits, else the reference.
 
-    spare_memory: on a GPU make no second copy of the weights, for use during training; slower. On a CPU the decoder
-    that numba compiles reads the model's own weights. Without numba, a model with `mostly_decodes` set reads its
-    weights from the decoder's copy: half the memory, and slower passes of its own.
+    spare_memory: on a GPU make no second copy of the weights and no graph, for use during training; slower. On a CPU
+    the decoder that numba compiles reads the model's own weights. Without numba, a model with `mostly_decodes` set
+    reads its weights from the decoder's copy: half the memory, and slower passes of its own.
     """
     backend = check_causal_lm(model).backend.name
     if model.fused_weights() is not None:
@@ -38,7 +38,7 @@ def make_decoder(model: CausalLM, batch: int = 1, capacity: int | None = None, s
 
             with suppress(UserError):  # as above; it makes no copy of the weights
                 return WebGPUDecoder(model, batch, capacity)
-    return ReferenceDecoder(model, batch, capacity)
+    return ReferenceDecoder(model, batch, capacity, together=False if spare_memory else None)
 
 
 def _compiled(model: CausalLM, batch: int, capacity: int | None) -> Decoder | None:
