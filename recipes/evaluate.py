@@ -282,7 +282,7 @@ def read_before(target: str | None, expected: dict[str, Any]) -> dict[str, Any]:
 
 
 def backend_of(args: argparse.Namespace) -> Backend:
-    """The backend of --backend, in the precision of --precision, or else that of training; FP8 is for training only."""
+    """The backend of --backend, in the precision of --precision, or else that of training, bf16 for FP8."""
     path = resolve_checkpoint(args.checkpoint)
     name = args.backend if args.backend != "auto" else "cupy" if gpu_is_there() else "numpy"
     stored = {} if is_foreign(path) else checkpoint.read_meta(checkpoint.latest(path)).get("settings", {})

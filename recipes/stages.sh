@@ -26,7 +26,7 @@ trained() { # NAME RECIPE FLAGS...: a run in $out/NAME; skipped if it is complet
     fi
     [[ -z $(compgen -G "$out/$name/step-*" || true) ]] || more=(--resume)
     run "$@" --out "$out/$name" ${more[@]+"${more[@]}"}
-    # What only asks has trained nothing.
+    # --plan and --help train nothing.
     [[ " $* " == *" --plan "* || " $* " == *" --help "* || " $* " == *" -h "* ]] || touch "$out/$name/complete"
 }
 

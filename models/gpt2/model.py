@@ -37,6 +37,8 @@ class GPT2(NextTokenModel):
     Sources: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019); the start as in nanoGPT.
     """
 
+    batched_steps = True
+
     def __init__(
         self, config: Config, backend: Backend, *, values: Array | None = None, recompute: Recompute = ""
     ) -> None:

@@ -33,7 +33,7 @@ class LlamaLike(Model):
     class of its layers.
     """
 
-    per_head = True
+    per_head = batched_steps = True
     block: Any = Block
 
     def __init__(

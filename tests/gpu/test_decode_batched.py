@@ -248,7 +248,7 @@ FAST_LIKE = {
     **{"qk_scale": "learned", "mix_first": True, "embedding_norm": True, "smear": 12, "value_every": 2},
     **{"window": 20, "full_every": 2},
 }
-"""What no fused decoder takes."""
+"""Options that no fused decoder has."""
 
 
 @pytest.mark.parametrize("precision", [*TOLERANCE, "bf16"])

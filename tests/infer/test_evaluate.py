@@ -241,7 +241,7 @@ def test_replies_side_by_side_are_those_one_by_one(tiny: NanoEuler, sampling: Sa
     end = whole[0][5]
     expected = [(ids[: ids.index(end)], True) if end in ids else (ids, False) for ids in whole]
     one = reply_to(tiny, prompts, sampling, frozenset({end}), reply_decoder(tiny, len(prompts)))
-    for several in (make_decoder(tiny, 3), ReferenceDecoder(tiny, 3, together=True)):
+    for several in (make_decoder(tiny, 3), ReferenceDecoder(tiny, 3, batched=True)):
         assert one == expected == reply_to(tiny, prompts, sampling, frozenset({end}), several)
     assert one[0][1] and not all(ended for _, ended in one)
     assert len(one[4][0]) <= TINY.context - 60

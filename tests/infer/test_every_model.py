@@ -69,10 +69,10 @@ def test_rows_of_unequal_lengths_in_one_pass_are_those_one_by_one(
 ) -> None:
     """Four rows, one of which waits, one that is full, one that begins again; and a cache that grows."""
     monkeypatch.setattr(cache, "FIRST_POSITIONS", 2)
-    monkeypatch.setattr(decoder_module, "STEP", 4)
+    monkeypatch.setattr(decoder_module, "BUCKET", 4)
     monkeypatch.setattr(type(model.backend), "graphs", lambda self: Replays())
     c, rng = model.config, np.random.default_rng(1)
-    one_by_one, together = (ReferenceDecoder(model, 4, together=how) for how in (False, True))
+    one_by_one, together = (ReferenceDecoder(model, 4, batched=how) for how in (False, True))
     assert (together.steps is not None) == isinstance(model.make_cache(1, 1), cache.KVCache)
     if together.steps is None:
         return
@@ -101,7 +101,7 @@ def test_rows_of_unequal_lengths_in_one_pass_are_those_one_by_one(
         together.rewind_row(1, 1)
         together.restore(1, saved, one_by_one.lengths[1])
         assert together.lengths == one_by_one.lengths
-        larger, smaller = (ReferenceDecoder(model, 2, room, together=True) for room in (None, c.context - 1))
+        larger, smaller = (ReferenceDecoder(model, 2, room, batched=True) for room in (None, c.context - 1))
         larger.prefill(1, text)
         with pytest.raises(ValueError, match="no room for"):
             smaller.restore(0, larger.saved(1, 0), c.context)

@@ -76,7 +76,7 @@ class KVCache:
         shapes = {"keys": (layers, (kv_heads, head_dim)), "values": (layers, (kv_heads, head_dim))}
         shapes |= {"inputs": (1, (width,))} if width else {}
         self._names = tuple(shapes)
-        # Zeros, as rows of unequal lengths read, and multiply by 0, what is after their ends.
+        # Zeros: where rows have unequal lengths, attention multiplies what is after a row's end by 0.
         self._zeros = lambda name, room: backend.zeros((shapes[name][0], batch, room, *shapes[name][1]))
         room = min(capacity, FIRST_POSITIONS)
         self.keys, self.values = self._zeros("keys", room), self._zeros("values", room)
@@ -105,7 +105,7 @@ class KVCache:
         for name, new in larger.items():
             old = getattr(self, name)
             new[:, :, : old.shape[2]] = old
-        vars(self).update(larger)  # all or none, whenever memory runs out or Ctrl-C comes
+        vars(self).update(larger)  # all or none, should memory run out or Ctrl-C come
 
     def advance(self, count: int) -> None:
         """Count `count` positions that have been appended in every layer."""
@@ -131,8 +131,8 @@ class KVCache:
         self.advance(count)
 
 
-class OneRow(KVCache):
-    """A row of a `KVCache` of several, with a length of its own. It leaves the last place free, see `row_numbers`."""
+class RowView(KVCache):
+    """A row of a `KVCache` of several, with a length of its own. It leaves the last place free, see `step_numbers`."""
 
     def __init__(self, cache: KVCache, row: int) -> None:
         self.whole, self.row, self.capacity, self.length = cache, row, cache.capacity - 1, 0
@@ -146,11 +146,12 @@ class OneRow(KVCache):
         self.whole.make_room(positions)
 
 
-class Rows:
+class BatchedStep:
     """A pass over the next token of each row of a `KVCache`, as if they were a text of B tokens: ids (1, B).
 
     The difference shows only where the tokens of a text meet: in attention, and in what reads the token before.
-    numbers: of `row_numbers`, on the device. most: no row holds as many positions. length: the tokens' positions, (B,).
+    numbers: of `step_numbers`, on the device. most: at least the positions that each token sees. length: the tokens'
+    positions, (B,).
     """
 
     def __init__(self, cache: KVCache, numbers: Array, most: int) -> None:
@@ -158,8 +159,8 @@ class Rows:
         self.ids, (self.length, self.places, self.ends) = numbers[:1], numbers[1:]
         self._seen = dict[int, tuple[Array, Array]]()
 
-    def layer(self, layer: int) -> LayerOfRows:
-        return LayerOfRows(self, layer)
+    def layer(self, layer: int) -> BatchedStepLayer:
+        return BatchedStepLayer(self, layer)
 
     def seen(self, window: int | None) -> tuple[Array | None, Array]:
         """The places of the positions that each row's token may see, (B, S), or None for the first `most` of its row;
@@ -183,33 +184,33 @@ class Rows:
         """The caller counts: it knows which rows took part."""
 
 
-def row_numbers(tokens: np.ndarray, lengths: np.ndarray, takes_part: np.ndarray, room: int) -> np.ndarray:
-    """What `Rows` reads, (4, B) int32: tokens, their positions, their places among all rows' positions, and how many
-    positions each sees.
+def step_numbers(tokens: np.ndarray, lengths: np.ndarray, takes_part: np.ndarray, room: int) -> np.ndarray:
+    """What `BatchedStep` reads, (4, B) int32: tokens, their positions, their places among all rows' positions, and how
+    many positions each sees.
 
     tokens: (B,). lengths: the positions that each row holds, fewer than `room`. takes_part: (B,). A row that does not
     take part is computed all the same, and written after the positions of its row: so a row has the same place in every
-    pass, and its results do not depend on the other rows.
+    pass, and on a GPU its bits do not depend on the other rows.
     """
     used, first = np.where(takes_part, lengths, 0), np.arange(len(tokens)) * room
     places = first + np.where(takes_part, lengths, room - 1)
     return np.stack([tokens, used, places, used + 1]).astype(np.int32)
 
 
-class LayerOfRows(NamedTuple):
-    """The part of a `Rows` that one layer's attention reads and writes."""
+class BatchedStepLayer(NamedTuple):
+    """The part of a `BatchedStep` that one layer's attention reads and writes."""
 
-    rows: Rows
+    step: BatchedStep
     layer: int
 
     def append(self, k: Array, v: Array, window: int | None) -> tuple[Array, Array, Array]:
         """Append k, v of each row's next position, (1, B, Hkv, D). Returns those that its query may see, (B, S, Hkv,
         D), and how many of them it sees, (B,)."""
-        (places, ends), cache, found = self.rows.seen(window), self.rows.cache, list[Array]()
+        (places, ends), cache, found = self.step.seen(window), self.step.cache, list[Array]()
         for held, new in ((cache.keys[self.layer], k), (cache.values[self.layer], v)):
             rows = by_place(held)
-            rows[self.rows.places] = bits(new[0])
-            found.append(held[:, : self.rows.most] if places is None else rows[places].view(k.dtype))
+            rows[self.step.places] = bits(new[0])
+            found.append(held[:, : self.step.most] if places is None else rows[places].view(k.dtype))
         return found[0], found[1], ends
 
 

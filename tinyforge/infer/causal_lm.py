@@ -68,7 +68,8 @@ class CausalLM(Protocol):
 
     def hidden(self, ids: Array, stash: Stash | None = None, *, cache: Any = None) -> Array:
         """ids: (B, T) int32 to the final hidden states, (B, T, C). With a cache of this model's `make_cache`, the ids
-        follow the positions that it holds, and are appended to it."""
+        follow the positions that it holds, and are appended to it. A model that sets `batched_steps` also takes a
+        `BatchedStep`, whose `length` is an array: ids (1, B) then continue B texts."""
 
     def logits(self, h: Array, head: int = 0) -> Array:
         """h: (..., C) to the logits of one output head, (..., V)."""

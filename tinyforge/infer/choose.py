@@ -38,7 +38,7 @@ def make_decoder(model: CausalLM, batch: int = 1, capacity: int | None = None, s
 
             with suppress(UserError):  # as above; it makes no copy of the weights
                 return WebGPUDecoder(model, batch, capacity)
-    return ReferenceDecoder(model, batch, capacity, together=False if spare_memory else None)
+    return ReferenceDecoder(model, batch, capacity, batched=False if spare_memory else None)
 
 
 def _compiled(model: CausalLM, batch: int, capacity: int | None) -> Decoder | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyforge.errors import UserError
-from tinyforge.infer.cache import KVCache, OneRow, Rows, row_numbers
+from tinyforge.infer.cache import BatchedStep, KVCache, RowView, step_numbers
 from tinyforge.infer.causal_lm import CausalLM, check_causal_lm
 from tinyforge.infer.sampling import Sampling
 from tinyforge.kernel import Array
@@ -186,26 +186,26 @@ class Decoder(ABC):
 
 
 class ReferenceDecoder(Decoder):
-    """`model.hidden` row by row, each with its own cache: for every model, and the reference for the other decoders.
+    """`model.hidden` row by row: for every model, and the reference for the other decoders.
 
-    together: whether a step of one token passes over all rows at once; only with keys and values as caches. On a CUDA
-    GPU unless told otherwise, where such a step is a graph from its second time on: there a pass costs its launches.
-    With NumPy it is for tests: there a row's last bits depend on how long the other rows are.
+    batched: whether a step of one token takes all rows in one pass; only for a model with `batched_steps`. Default: on
+    a CUDA GPU, where launches dominate; from the second time on the pass is a CUDA graph. With NumPy it is for tests:
+    there a row's last bits depend on how long the other rows are.
     """
 
     def __init__(
-        self, model: CausalLM, batch: int = 1, capacity: int | None = None, *, together: bool | None = None
+        self, model: CausalLM, batch: int = 1, capacity: int | None = None, *, batched: bool | None = None
     ) -> None:
         super().__init__(model, batch, capacity)
         self.model = model
         self.caches: list[Any] = []
-        self.steps: RowSteps | None = None
-        if model.backend.name == "cupy" if together is None else together:
-            # One place more than a row can hold, see `row_numbers`.
-            whole = model.make_cache(batch, self.capacity + 1)
-            if isinstance(whole, KVCache):
-                self.caches = [OneRow(whole, row) for row in range(batch)]
-                self.steps = RowSteps(model, whole)
+        self.steps: StepGraphs | None = None
+        wanted = model.backend.name == "cupy" if batched is None else batched
+        if wanted and getattr(model, "batched_steps", False):
+            # One place more than a row can hold, see `step_numbers`.
+            whole: Any = model.make_cache(batch, self.capacity + 1)
+            self.caches = [RowView(whole, row) for row in range(batch)]
+            self.steps = StepGraphs(model, whole)
         self.caches = self.caches or [model.make_cache(1, self.capacity) for _ in range(batch)]
         self.can_rewind = all(cache.can_rewind for cache in self.caches)
         self.can_save = all(hasattr(cache, "saved") for cache in self.caches)
@@ -266,14 +266,14 @@ class ReferenceDecoder(Decoder):
         self.lengths[row] = self.caches[row].length
 
 
-STEP = 256
+BUCKET = 256
 """A graph of a step serves texts up to a multiple of so many positions."""
 
 
-class RowSteps:
-    """Passes over the next token of each row of a cache, `Rows`: on a CUDA GPU as graphs.
+class StepGraphs:
+    """Passes over the next token of each row of a cache, `BatchedStep`: on a CUDA GPU as graphs, if the model can.
 
-    Every pass takes the products that graphs take: its bits are those of a graph.
+    Then a pass outside of a graph takes the products that graphs take, for the same bits.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache) -> None:
@@ -291,7 +291,7 @@ class RowSteps:
         room, backend = self.cache.keys.shape[2], self.model.backend
         given, takes_part = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), bool)
         given[rows], takes_part[rows] = tokens, True
-        numbers = row_numbers(given, lengths, takes_part, room)
+        numbers = step_numbers(given, lengths, takes_part, room)
         most = int(lengths[rows].max()) + 1
         if not self.by_graph:
             return self._pass(backend.asarray(numbers), most)
@@ -301,7 +301,7 @@ class RowSteps:
         if room != self.room:  # the cache has other arrays
             self.room, self.launches = room, {}
         backend.put(self.numbers, numbers)
-        most = min(-(-most // STEP) * STEP, room)
+        most = min(-(-most // BUCKET) * BUCKET, room)
 
         def work() -> None:
             h = self._pass(self.numbers, most)
@@ -322,5 +322,5 @@ class RowSteps:
         return self.h
 
     def _pass(self, numbers: Array, most: int) -> Array:
-        rows = Rows(self.cache, numbers, most)
-        return self.model.hidden(rows.ids, cache=rows)
+        step = BatchedStep(self.cache, numbers, most)
+        return self.model.hidden(step.ids, cache=step)

@@ -76,7 +76,7 @@ def generate_batch(
 def draw_blocks(
     decoder: Decoder, texts: Sequence[Sequence[int]], sampling: Sampling, count: int
 ) -> Iterator[SampledBlock]:
-    """Up to `count` tokens per row, in blocks: from `Decoder.stream`, or sampled here from the logits of `step`.
+    """Up to `count` tokens per row, in blocks: from `Decoder.stream`, or sampled here from the logits of `step_rows`.
 
     texts: a row's tokens, all but the last cached. The caller appends what was sampled. A text that has not
     grown by the next block has ended, and from then on its row's tokens mean nothing; the blocks end when all have.

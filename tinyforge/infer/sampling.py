@@ -143,7 +143,7 @@ def choose(logits: np.ndarray, sampling: Sampling, numbers: Iterable[float]) -> 
         return draw(_weights(logits.astype(np.float64), sampling), numbers)
     tokens = []
     for row, least, number in zip(logits, np.partition(logits, -k)[:, -k], numbers, strict=True):
-        # What may be sampled, in the order of ids: the running sums are those of the whole row, at a third of the time.
+        # What may be sampled, in the order of ids: the running sums are those of the whole row, in half the time.
         ids = np.flatnonzero(~(row < least))
         tokens.append(int(ids[draw(_weights(row[None, ids].astype(np.float64), sampling), [number])[0]]))
     return tokens

@@ -378,9 +378,9 @@ class LayerCache(Protocol):
     """The keys and values of one layer's earlier positions; see tinyforge/infer/cache.py."""
 
     def append(self, k: Array, v: Array, window: int | None) -> tuple[Array, Array, Array | None]:
-        """k, v: (B, T, Hkv, D) of the next T positions. Returns those of all S positions so far, (B, S, Hkv, D), and
-        None. Or, if the T positions are of as many texts, those that each text's query may see, (T, S, Hkv, D), and how
-        many it sees, (T,)."""
+        """k, v: (B, T, Hkv, D) of the next T positions; window: the op's. Returns those of all S positions so far,
+        (B, S, Hkv, D), and None. Or, if the T positions are of as many texts, those that each text's query may see, (T,
+        S, Hkv, D), and how many it sees, (T,)."""
 
 
 class Attention(Op):
@@ -472,7 +472,7 @@ class Attention(Op):
             if stash is not None:
                 raise ValueError(f"{self.name}: a cache and a stash; a pass with a cache has no backward, drop one")
             k, v, lengths = cache.append(k, v, window)
-            if lengths is not None:  # a text's last position sees all that come
+            if lengths is not None:  # each text's last position sees all its keys that were returned
                 causal, window, q = False, None, q.reshape(-1, 1, *q.shape[2:])
         key = stash.key(self, self.dropout) if stash is not None else None
         how = (causal, window, key, self.dropout, self.scale, self.softcap)

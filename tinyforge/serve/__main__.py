@@ -51,7 +51,7 @@ def default_rows(model: Any, capacity: int) -> int:
         numbers = 2 * len(weights.layers) * weights.kv_heads * weights.head_dim * capacity
         size = numbers * model.backend.dtype.itemsize
     else:
-        # By the difference: a new cache has room for the first positions only.
+        # The difference is one position more: a new cache has room for the first 512 alone.
         one, two = (array_bytes(vars(model.make_cache(1, length))) for length in (1, 2))
         size = one + (two - one) * (capacity - 1)
     return max(1, min(MOST_ROWS.get(model.backend.name, 64), CACHE_BYTES // max(1, size)))
