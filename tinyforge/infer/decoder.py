@@ -273,7 +273,7 @@ BUCKET = 256
 class StepGraphs:
     """Passes over the next token of each row of a cache, `BatchedStep`: on a CUDA GPU as graphs, if the model can.
 
-    Then a pass outside of a graph takes the products that graphs take, for the same bits.
+    Then a pass outside of a graph takes the products that graphs take, so the results are bitwise equal.
     """
 
     def __init__(self, model: CausalLM, cache: KVCache) -> None:
