@@ -11,7 +11,8 @@
 # other stages run on a GPU machine that needs neither DuckDB nor the texts. The training instructions of sft are also read
 # in pretraining, as the source questions, together with sums that are worked out. dpo learns from two kinds of pairs: the
 # preferences, and pairs that reject a reply of the fine-tuned model which loops or does not end, and choose the record's.
-# For grpo, sft also learns sums with small numbers.
+# For grpo, sft also learns sums with small numbers. SENTENCES="gutenberg=30MB tinystories=8MB" adds a source of single
+# sentences (data/sentences.py), for --mix ... sentences=19.
 #
 # Complete stages are skipped. The same command resumes a stage that was stopped, by Ctrl-C or
 # `timeout -s INT 9m recipes/large-run.sh pretrain OUT`. Flags after OUT go to every recipe of the stage. $PRETRAIN, $SFT,
@@ -144,8 +145,16 @@ data)
         [[ $ids == "${VOCABULARY:-8192}" ]] && shards=$out/shards || shards=$out/shards-$ids
         run -m data.shards --corpus "$out/corpus" --out "$shards" --vocab-size "$ids" --at-most --single-digits
     done
+    if [[ -n ${SENTENCES-} ]]; then
+        sentences=$out/sentences
+        # shellcheck disable=SC2086 # SOURCE=BYTES ...
+        [[ -e $sentences/source/source.json ]] || run -m data.sentences "$out/corpus" $SENTENCES --out "$sentences/source"
+        printf -- '-- filter: none\n-- Sentences are short.\nfalse;\n' >"$sentences/filters.sql"
+        run -m data.corpus "$sentences/source" --filters "$sentences/filters.sql" --val-share 0 --out "$sentences/corpus"
+        run -m data.shards --corpus "$sentences/corpus" --tokenizer "$out/shards/tokenizer.json" --out "$sentences/shards"
+    fi
     ;;
-pack) pack shards shards-4096 shards-8192 shards-16384 instructions sums preferences.json eval ;;
+pack) pack shards shards-4096 shards-8192 shards-16384 sentences/shards instructions sums preferences.json eval ;;
 unpack) unpack ;;
 vocabulary)
     arms=()
@@ -159,8 +168,10 @@ vocabulary)
 pretrain)
     [[ -e $out/shards/manifest.json ]] || die "$out has no shards; make them: recipes/large-run.sh data $out ..."
     cd "$root"
+    data=("$out/shards")
+    [[ ! -e $out/sentences/shards/manifest.json ]] || data+=("$out/sentences/shards")
     # shellcheck disable=SC2086
-    trained pretrain recipes/pretrain.py --data "$out/shards" --config base --batch-size 32 --precision bf16 --card \
+    trained pretrain recipes/pretrain.py --data "${data[@]}" --config base --batch-size 32 --precision bf16 --card \
         --eval-every 1000 --save-every 5000 ${PRETRAIN:---set context=1024 mtp_weights=[1,0.3,0.15,0.07] --batch-size 16
         --document-mask keep --optimizer muon --steps 19500 --lr 8e-4 --weight-decay 0.15 --decay-fraction 0.6} "$@"
     ;;

@@ -50,6 +50,7 @@ COMMANDS = {
     "data corpus": ("tinyforge.data.corpus", "sources filtered, without duplicates"),
     "data dropped": ("tinyforge.data.dropped", "what a corpus left out, and why"),
     "data quality": ("tinyforge.data.quality", "train a classifier of quality"),
+    "data sentences": ("tinyforge.data.sentences", "single sentences of a corpus"),
     "data shards": ("tinyforge.data.shards", "a corpus as tokens"),
 }
 MODULES = {tuple(name.split()): module for name, (module, _) in COMMANDS.items()}

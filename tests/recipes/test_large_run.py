@@ -120,7 +120,7 @@ def test_the_large_run(texts: Path, tmp_path: Path) -> None:
         "tinystories": "tinystories.parquet",
     }
     words = [f"{name}={texts / file}" for name, file in named.items()]
-    call(LARGE, "data", tmp_path / "out", *words, VOCABULARY="300")
+    call(LARGE, "data", tmp_path / "out", *words, VOCABULARY="300", SENTENCES="simple=20KB tinystories=9KB")
     call(LARGE, "tenth", tmp_path / "out", *words)
     tenth = tmp_path / "out" / "tenth"
     assert len(list(tenth.glob("shards-*/manifest.json"))) == 3
@@ -139,6 +139,7 @@ def test_the_large_run(texts: Path, tmp_path: Path) -> None:
         "EVALUATE": "--any-version",
     }
     stopped(there / "pretrain", LARGE, "pretrain", there, *PLAIN, **learn)
+    assert '"sentences"' in json.dumps(checkpoint.read_meta(checkpoint.latest(there / "pretrain")))  # a source
     for flag, said in (("--plan", "MiB"), ("--help", "usage: pretrain.py")):
         assert said in call(LARGE, "pretrain", there, *PLAIN, flag, **learn)
         assert not (there / "pretrain" / "complete").exists()

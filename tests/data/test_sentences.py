@@ -1,0 +1,99 @@
+"""Single sentences of a corpus: of its training text alone, each once, and a source like any other."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.data.conftest import contents, fault_of
+from tests.data.test_corpus import prose, texts_of, write_source
+from tinyforge.data.corpus import Settings, build_corpus
+from tinyforge.data.sentences import main, make_source, sentences_of
+from tinyforge.data.source import Document
+
+TEXT = """THE SECRET GARDEN
+
+When Mary was sent to the old manor to live with her dear
+uncle, nobody knew. It was true, too. “Where is Mr. Darcy now?” said she. “I do not know at all.” J. R. Smith came late!
+Contents
+Yes. Is it so, he said? MY DEAR SIR, WHO ELSE. No one knew that
+"""
+
+
+def test_a_sentence_is_whole_and_of_a_length_to_learn_from() -> None:
+    assert list(sentences_of(TEXT)) == [
+        "When Mary was sent to the old manor to live with her dear uncle, nobody knew.",
+        "It was true, too.",
+        "I do not know at all.",
+        "J. R. Smith came late!",
+        "Is it so, he said?",
+    ]
+    assert not list(sentences_of(f"{'Too ' * 41}long. " * 3)) and not list(sentences_of("")) + list(
+        sentences_of(" \n\n")
+    )
+
+
+def test_a_long_text_takes_time_by_its_length_alone() -> None:
+    """A paragraph of a million characters without a stop, and lines that all go on."""
+    assert not list(sentences_of("word " * 200_000))
+    assert len(list(sentences_of(f"{'word ' * 12}and\n" * 20_000))) == 0
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    rng = random.Random(0)
+
+    def text() -> str:
+        return f"{' '.join(f'{prose(rng, 12).strip().capitalize()}.' for _ in range(12))}\nThis one is everywhere.\n"
+
+    for name in ("web", "books"):
+        write_source(tmp_path / name, [Document(f"{name}{number}", text()) for number in range(60)])
+    build_corpus([tmp_path / "web", tmp_path / "books"], tmp_path / "corpus", Settings(val_share=0.2), workers=1)
+    return tmp_path / "corpus"
+
+
+def test_sentences_are_of_the_training_text_and_each_occurs_once(corpus: Path, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "out", corpus, {"books": 10**9, "web": 5_000})
+    (tmp_path / "filters.sql").write_text("-- filter: none\nfalse;\n")
+    whole = Settings(val_share=0.0, boilerplate=0, similarity=1.0)
+    build_corpus([source.folder], tmp_path / "made", whole, filters=tmp_path / "filters.sql", workers=1)
+    made = list(texts_of(tmp_path / "made", "train").values())
+    assert len(made) == len(set(made)) == source.documents and "This one is everywhere." in made
+
+    def of(split: str, name: str) -> set[str]:
+        texts = texts_of(corpus, split).items()
+        return {sentence for id_, text in texts if id_.startswith(name) for sentence in sentences_of(text)}
+
+    train, unseen = {name: of("train", name) for name in ("web", "books")}, of("val", "web") | of("val", "books")
+    assert train["books"] <= set(made) <= train["web"] | train["books"]
+    assert unseen and not unseen & set(made) - {"This one is everywhere."}
+    taken = sum(len(text.encode()) for text in set(made) & train["web"] - train["books"])
+    assert 4_000 < taken < 8_000  # about what was asked for
+
+
+def test_the_same_corpus_has_the_same_sentences(corpus: Path, tmp_path: Path) -> None:
+    command = [str(corpus), "books=20KB", "web=9999"]
+    for name in ("once", "again"):
+        assert main([*command, "--out", str(tmp_path / name)]) == 0
+    once, again = (contents(tmp_path / name) for name in ("once", "again"))
+    assert {name: data for name, data in once.items() if name.endswith(".parquet")} == {
+        name: data for name, data in again.items() if name.endswith(".parquet")
+    }
+
+
+def test_what_is_no_corpus_or_no_source_is_refused(corpus: Path, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    assert "no source 'wiki' in it; it has " in fault_of(main, [str(corpus), "wiki=1MB", *out])
+    assert "is a source; make a corpus of it" in fault_of(main, [str(tmp_path / "web"), "web=1MB", *out])
+    assert "expected a source of the corpus and bytes" in fault_of(main, [str(corpus), "web", *out])
+    assert "web is 'much', expected bytes" in fault_of(main, [str(corpus), "web=much", *out])
+    assert "expected each source once" in fault_of(main, [str(corpus), "web=1MB", "web=2MB", *out])
+    assert not (tmp_path / "out").exists()
+    write_source(tmp_path / "web", [Document(str(n), f"the and of to be {n} " * 40) for n in range(9)])
+    bare = tmp_path / "bare"
+    (tmp_path / "filters.sql").write_text("-- filter: none\nfalse;\n")
+    settings = Settings(val_share=0.0, boilerplate=0)
+    build_corpus([tmp_path / "web"], bare, settings, filters=tmp_path / "filters.sql", workers=1)
+    assert "no sentence in the training text of web" in fault_of(main, [str(bare), "web=1MB", *out])
