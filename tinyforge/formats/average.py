@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from tinyforge.backends import get_backend
-from tinyforge.errors import Parser, UserError
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import shown
 from tinyforge.formats.convert import megabytes
 from tinyforge.formats.opened import Opened
@@ -117,3 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mean = " + ".join(f"{one['share']:g} {name}" for name, one in zip(args.sources, made, strict=True))
     print(f"wrote {target}, {megabytes(target):.1f} MB: {mean}; {next_command(found.spec, target)}")
     return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
-from tinyforge.errors import Parser, UserError
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_text
 from tinyforge.formats.feedback import TOKENS, round_to_text
 from tinyforge.formats.foreign import is_foreign, spec_of_model
@@ -114,3 +114,7 @@ def card_of(path: Path, dtype: str) -> str:
     text = read_text(found, "the card") if found else ""
     stored = "|".join(map(re.escape, CALLED.values()))
     return re.sub(rf"(Weights\s+are )(?:{stored})", rf"\1{CALLED[dtype]}", text) if dtype in CALLED else text
+
+
+if __name__ == "__main__":
+    run_command(main)

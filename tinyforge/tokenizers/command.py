@@ -27,7 +27,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-from tinyforge.errors import TextParser, UserError
+from tinyforge.errors import TextParser, UserError, run_command
 from tinyforge.files import writing, written_whole
 from tinyforge.report import count_of
 from tinyforge.tokenizers.bpe import Tokenizer
@@ -303,3 +303,7 @@ def run_inspect(tokenizer: TextTokenizer, text: str, token: int | None) -> None:
     for id in made:
         left, right = tokenizer.merges[id - 256]
         print(f"  merge {id - 256}: {shown(left)} + {shown(right)} -> {shown(id)}, id {id}")
+
+
+if __name__ == "__main__":
+    run_command(main)

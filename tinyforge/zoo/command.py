@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from tinyforge.errors import Parser, UserError
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.formats.runs import resolve_checkpoint, shipped_models
 from tinyforge.registry import ModelSpec, find_model, models
 from tinyforge.train.plan import size_of
@@ -100,3 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         return page.write(Path(), check=args.check)
     return 0
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -21,7 +21,7 @@ from typing import Any
 from tinyforge import checkpoint
 from tinyforge.backends import get_backend
 from tinyforge.backends.meta import MetaBackend
-from tinyforge.errors import Parser, UserError
+from tinyforge.errors import Parser, UserError, run_command
 from tinyforge.files import read_json, write_whole
 from tinyforge.formats import hub, open_model, resolve_checkpoint
 from tinyforge.formats.foreign import is_foreign
@@ -153,3 +153,7 @@ def push(
             commit_message=f"Upload a {kind} with tinyforge",
         )
     return str(done.commit_url)
+
+
+if __name__ == "__main__":
+    run_command(main)
