@@ -1,25 +1,23 @@
 """Single sentences of a corpus, as a source of its own: each sentence is a document.
 
     python -m data.sentences corpus gutenberg=30MB tinystories=8MB simple=20MB --out sentences
-    python -m data.corpus sentences --filters short.sql --val-share 0 --out sentences-corpus
+    python -m data.corpus sentences --filters data/sentences.sql --val-share 0 --out sentences-corpus
     python -m data.shards --corpus sentences-corpus --tokenizer shards/tokenizer.json --out sentences-shards
     python recipes/pretrain.py --data shards sentences-shards --mix gutenberg=0.4 simple=0.4 sentences=0.2 ...
 
-Documents are long, so what a model learns of beginnings is mostly how articles begin. With a fifth of its text in
-single sentences it learns more grammar from as many tokens (docs/results/fast.md#single-sentences). They come from the
-training text alone, so held-out text stays unseen. data.corpus drops documents of fewer than 50 words, unless --filters
-says otherwise; short.sql is two lines:
+Documents are long, so what a model learns of beginnings is mostly how articles begin. With an eighth to a quarter of
+its text in single sentences it learns more grammar from as many tokens (docs/results/fast.md#single-sentences). They
+come from the training text alone, so held-out text stays unseen.
 
-    -- filter: none
-    false;
-
-A sentence ends in ".", "!" or "?" before a capital letter, has 4 to 40 words, begins with a capital and holds no
-quotation mark: speech is taken out of its marks, and left out where they end inside the sentence. Each occurs once.
+A sentence ends in ".", "!" or "?" before a capital letter, but not after an initial or a title such as "Mr.". It has
+4 to 40 words, begins with a capital, closes its parentheses and holds no quotation mark: speech is taken out of its
+marks, and left out where they end inside the sentence. Each occurs once.
 """
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -27,42 +25,58 @@ from pathlib import Path
 from tinyforge.data.files import locked, parse_bytes
 from tinyforge.data.parquet import connect, escape_glob, reading
 from tinyforge.data.shards import CORPUS, CorpusSource, read_corpus
-from tinyforge.data.source import Document, Source, SourceWriter, read_source, report
+from tinyforge.data.source import Document, Source, SourceWriter, read_source
 from tinyforge.errors import Parser, UserError, run_command
+from tinyforge.invocation import as_typed
+from tinyforge.report import count_of
 from tinyforge.rng import Stream
 
+FILTERS = Path(__file__).with_suffix(".sql")
 FEWEST, MOST = 4, 40  # words
 WRAPPED = range(50, 101)  # characters of a line that was broken to fit a page
-_TITLES = "".join(rf"(?<!\b{title}\.)" for title in ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "St", "No", "Prof"))
-_ENDS = re.compile(rf"""(?<=[.!?]){_TITLES}["”’)]*\s+(?=["“‘(]*[A-Z])""")
-_MARKS = "\"“”‘’'()[]_* \t"
+_SHORT = ("[A-Z]", "Mr", "Mrs", "Ms", "Dr", "Prof", "St", "Jr", "Sr", "No", "vs", r"e\.g", r"i\.e")
+_NOT_SHORT = "".join(rf"(?<!\b{word}\.)" for word in _SHORT)
+_STOP = re.compile(rf"(?<=[.!?]){_NOT_SHORT}[\"”’)]*\s+[\"“‘(]*")
+_SPEECH = re.compile(r"[\"“”‘]|[,.!?]['’]")
+_MARKS = "\"“”‘’'()[]* \t"
 
 
 def sentences_of(text: str) -> Iterator[str]:
     """The sentences of a text."""
-    for piece in (piece for paragraph in _paragraphs(text) for piece in _ENDS.split(paragraph)):
-        sentence = " ".join(piece.strip(_MARKS).split())
+    for piece in (piece for paragraph in _paragraphs(text) for piece in _cut(paragraph)):
+        sentence = " ".join(piece.replace("_", "").strip(_MARKS).split())
         if (
             FEWEST <= sentence.count(" ") + 1 <= MOST
             and sentence[0].isupper()
             and sentence[-1] in ".!?"
             and not sentence.isupper()
-            and not re.search(r'["“”]', sentence)
+            and sentence.count("(") == sentence.count(")")
+            and not _SPEECH.search(sentence)
         ):
             yield sentence
 
 
+def _cut(paragraph: str) -> Iterator[str]:
+    """Pieces that end where a sentence does."""
+    begin = 0
+    for stop in _STOP.finditer(paragraph):
+        if paragraph[stop.end() : stop.end() + 1].isupper():
+            yield paragraph[begin : stop.end()]
+            begin = stop.end()
+    yield paragraph[begin:]
+
+
 def _paragraphs(text: str) -> list[str]:
     """The lines of a text, joined where a line was broken to fit a page: it has that length, and no stop at its end."""
-    found: list[str] = []
+    found: list[list[str]] = []
     goes_on = False
-    for line in text.split("\n"):
-        if goes_on and line.strip():
-            found[-1] += f" {line}"
+    for line in map(str.rstrip, text.split("\n")):
+        if goes_on and line:
+            found[-1].append(line)
         else:
-            found.append(line)
+            found.append([line])
         goes_on = len(line) in WRAPPED and line[-1] not in '.!?"”’:'
-    return found
+    return list(map(" ".join, found))
 
 
 def make_source(out: Path, corpus: Path, sizes: Mapping[str, int]) -> Source:
@@ -71,6 +85,8 @@ def make_source(out: Path, corpus: Path, sizes: Mapping[str, int]) -> Source:
     sizes: about how many bytes of sentences to take of each source, by its name; all that it has if those are fewer.
     Raises UserError for a folder that is no corpus, for a source that it lacks, and for one that has no sentence.
     """
+    if out.resolve() == corpus.resolve():
+        raise UserError(f"--out is {out}, the corpus itself; name another folder")
     found = {source.name: source for source in read_corpus(corpus).sources}
     taken: list[str] = []
     known: set[bytes] = set()
@@ -123,7 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: parse_bytes(size, name) for name, _, size in pairs}
     if len(sizes) < len(pairs):
         raise UserError(f"got {' '.join(args.sizes)}, expected each source once")
-    return report(make_source(args.out, args.corpus, sizes), "sentence", "sentences")
+    made = make_source(args.out, args.corpus, sizes)
+    print(f"{count_of(made.documents, 'sentence')}, {made.bytes:,} bytes of text in {args.out}")
+    more = f"--filters {shlex.quote(str(FILTERS))} --val-share 0 --out {shlex.quote(f'{args.out}-corpus')}"
+    print(as_typed(f"next: python -m data.corpus {shlex.quote(str(args.out))} {more}"))
+    return 0
 
 
 if __name__ == "__main__":

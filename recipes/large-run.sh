@@ -12,7 +12,7 @@
 # in pretraining, as the source questions, together with sums that are worked out. dpo learns from two kinds of pairs: the
 # preferences, and pairs that reject a reply of the fine-tuned model which loops or does not end, and choose the record's.
 # For grpo, sft also learns sums with small numbers. SENTENCES="gutenberg=30MB tinystories=8MB" adds a source of single
-# sentences (data/sentences.py), for --mix ... sentences=19.
+# sentences (data/sentences.py), for --mix ... sentences=19, unless there are several vocabularies.
 #
 # Complete stages are skipped. The same command resumes a stage that was stopped, by Ctrl-C or
 # `timeout -s INT 9m recipes/large-run.sh pretrain OUT`. Flags after OUT go to every recipe of the stage. $PRETRAIN, $SFT,
@@ -145,12 +145,14 @@ data)
         [[ $ids == "${VOCABULARY:-8192}" ]] && shards=$out/shards || shards=$out/shards-$ids
         run -m data.shards --corpus "$out/corpus" --out "$shards" --vocab-size "$ids" --at-most --single-digits
     done
-    if [[ -n ${SENTENCES-} ]]; then
-        sentences=$out/sentences
+    if [[ -n ${SENTENCES-} && ${VOCABULARY-} != *" "* ]]; then
+        sentences=$out/sentences made="$SENTENCES $(sha256sum <"$out/corpus/corpus.json")"
+        [[ ! -e $sentences || $(cat "$sentences/made" 2>/dev/null) == "$made" ]] || rm -r "$sentences"
+        mkdir -p "$sentences"
+        printf '%s' "$made" >"$sentences/made"
         # shellcheck disable=SC2086 # SOURCE=BYTES ...
         [[ -e $sentences/source/source.json ]] || run -m data.sentences "$out/corpus" $SENTENCES --out "$sentences/source"
-        printf -- '-- filter: none\n-- Sentences are short.\nfalse;\n' >"$sentences/filters.sql"
-        run -m data.corpus "$sentences/source" --filters "$sentences/filters.sql" --val-share 0 --out "$sentences/corpus"
+        run -m data.corpus "$sentences/source" --filters data/sentences.sql --val-share 0 --out "$sentences/corpus"
         run -m data.shards --corpus "$sentences/corpus" --tokenizer "$out/shards/tokenizer.json" --out "$sentences/shards"
     fi
     ;;

@@ -120,7 +120,12 @@ def test_the_large_run(texts: Path, tmp_path: Path) -> None:
         "tinystories": "tinystories.parquet",
     }
     words = [f"{name}={texts / file}" for name, file in named.items()]
-    call(LARGE, "data", tmp_path / "out", *words, VOCABULARY="300", SENTENCES="simple=20KB tinystories=9KB")
+    call(LARGE, "data", tmp_path / "out", *words, VOCABULARY="300", SENTENCES="simple=20KB")
+    source = tmp_path / "out" / "sentences" / "source" / "source.json"
+    for kept in (False, True):  # made again for another choice, and then kept
+        before = source.stat().st_mtime_ns
+        call(LARGE, "data", tmp_path / "out", *words, VOCABULARY="300", SENTENCES="simple=20KB tinystories=9KB")
+        assert (source.stat().st_mtime_ns == before) == kept
     call(LARGE, "tenth", tmp_path / "out", *words)
     tenth = tmp_path / "out" / "tenth"
     assert len(list(tenth.glob("shards-*/manifest.json"))) == 3
