@@ -25,10 +25,8 @@ from pathlib import Path
 from tinyforge.data.files import locked, parse_bytes
 from tinyforge.data.parquet import connect, escape_glob, reading
 from tinyforge.data.shards import CORPUS, CorpusSource, read_corpus
-from tinyforge.data.source import Document, Source, SourceWriter, read_source
+from tinyforge.data.source import Document, Source, SourceWriter, read_source, report
 from tinyforge.errors import Parser, UserError, run_command
-from tinyforge.invocation import as_typed
-from tinyforge.report import count_of
 from tinyforge.rng import Stream
 
 FILTERS = Path(__file__).with_suffix(".sql")
@@ -114,14 +112,19 @@ def make_source(out: Path, corpus: Path, sizes: Mapping[str, int]) -> Source:
 
 
 def _texts(source: CorpusSource, size: int) -> Iterator[str]:
-    """Training documents: a random choice of them where they have more than twice `size` bytes."""
+    """Training documents in a random order: at least one, and no more than begin within four times `size` bytes."""
     if not source.documents["train"]:
         return
     paths = [escape_glob(path) for path in source.files["train"]]
-    share = min(1.0, 2 * size / source.bytes["train"])
     with connect() as connection, reading(source.files["train"][0], "make the corpus again"):
-        query = "SELECT text FROM read_parquet($paths) WHERE md5_number_upper(id) < $share * 18446744073709551615.0"
-        found = connection.execute(query, {"paths": paths, "share": share})
+        # The window is over ids and lengths alone, so texts in memory are bounded by what is asked for.
+        query = """
+            WITH drawn AS (
+                SELECT id, sum(strlen(text)) OVER (ORDER BY md5(id)) - strlen(text) AS before FROM read_parquet($paths)
+            )
+            SELECT text FROM read_parquet($paths) JOIN drawn USING (id) WHERE before < $most ORDER BY before
+        """
+        found = connection.execute(query, {"paths": paths, "most": 4 * size})
         while rows := found.fetchmany(1000):
             yield from (text for (text,) in rows)
 
@@ -139,11 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: parse_bytes(size, name) for name, _, size in pairs}
     if len(sizes) < len(pairs):
         raise UserError(f"got {' '.join(args.sizes)}, expected each source once")
-    made = make_source(args.out, args.corpus, sizes)
-    print(f"{count_of(made.documents, 'sentence')}, {made.bytes:,} bytes of text in {args.out}")
-    more = f"--filters {shlex.quote(str(FILTERS))} --val-share 0 --out {shlex.quote(f'{args.out}-corpus')}"
-    print(as_typed(f"next: python -m data.corpus {shlex.quote(str(args.out))} {more}"))
-    return 0
+    flags = f"--filters {shlex.quote(str(FILTERS))} --val-share 0 --out {shlex.quote(f'{args.out}-corpus')}"
+    return report(make_source(args.out, args.corpus, sizes), "sentence", flags=flags)
 
 
 if __name__ == "__main__":

@@ -335,13 +335,13 @@ def print_refused(refused: Sequence[Refusal]) -> None:
         print(f"refused: {len(refused) - SHOWN:,} more; source.json lists them all")
 
 
-def report(source: Source, one: str, many: str = "", passing: str = "") -> int:
-    """Print what a source holds, as `count_of` words it, and what comes next; the exit status, 1 if a record was left
-    out for any reason but `passing`."""
+def report(source: Source, one: str, many: str = "", passing: str = "", flags: str = "--out corpus") -> int:
+    """Print what a source holds, as `count_of` words it, and what comes next, data.corpus with `flags`; the exit
+    status, 1 if a record was left out for any reason but `passing`."""
     print(
         f"{count_of(source.documents, one, many)}, {source.bytes:,} bytes of text in {source.folder}; "
         f"{len(source.refused)} refused"
     )
     print_refused(source.refused)
-    print(as_typed(f"next: python -m data.corpus {shlex.quote(str(source.folder))} --out corpus"))
+    print(as_typed(f"next: python -m data.corpus {shlex.quote(str(source.folder))} {flags}"))
     return int(any(refusal.reason != passing for refusal in source.refused))

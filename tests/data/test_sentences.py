@@ -89,6 +89,14 @@ def test_sentences_are_of_the_training_text_and_each_occurs_once(corpus: Path, t
     assert 4_000 < taken < 8_000  # about what was asked for
 
 
+def test_a_small_part_of_few_long_documents_has_sentences(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    long = (" ".join(f"{prose(rng, 12).strip().capitalize()}." for _ in range(400)) for _ in range(4))
+    write_source(tmp_path / "web", [Document(str(number), text) for number, text in enumerate(long)])
+    build_corpus([tmp_path / "web"], tmp_path / "corpus", Settings(val_share=0.0), workers=1)
+    assert make_source(tmp_path / "out", tmp_path / "corpus", {"web": 100}).bytes >= 100
+
+
 def test_the_same_corpus_has_the_same_sentences(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
